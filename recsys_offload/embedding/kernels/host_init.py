@@ -1,0 +1,31 @@
+"""A Numba kernel that fills tables with uniform random values, the same for any number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from recsys_offload.embedding.kernels.numba_support import kernel
+
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@kernel
+def fill_uniform(first_row: int, last_row: int, rows: Any, dim: int, seed: np.uint64, low: float, high: float) -> None:
+    """Fills the first ``dim`` columns of rows ``[first_row, last_row)`` with values from ``[low, high)``.
+
+    Element n of the table (row-major) takes output n of SplitMix64 (Steele, Lea and Flood, 2014) seeded by ``seed``:
+    a generator that can start anywhere, so any thread may fill any rows.
+    """
+    scale = np.float32(high) - np.float32(low)
+    for row in range(first_row, last_row):
+        for column in range(dim):
+            bits = seed + np.uint64(row * dim + column + 1) * GOLDEN_GAMMA
+            bits = (bits ^ (bits >> np.uint64(30))) * MIX_1
+            bits = (bits ^ (bits >> np.uint64(27))) * MIX_2
+            bits = bits ^ (bits >> np.uint64(31))
+            unit = np.float32(bits >> np.uint64(40)) * np.float32(2.0**-24)
+            rows[row, column] = np.float32(low) + unit * scale
