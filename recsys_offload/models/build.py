@@ -1,0 +1,95 @@
+"""TorchRec's models over tables in host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from recsys_offload.data import DataSettings
+from recsys_offload.embedding import EmbeddingSettings, HostEmbeddingBagCollection
+from recsys_offload.models.config import ModelSettings
+
+
+def table_configs(data: DataSettings, embedding_dim: int) -> list[EmbeddingBagConfig]:
+    """One table per distinct ``table`` name among the sparse features.
+
+    Raises:
+        ValueError: features share a table, but differ in its rows or in their pooling.
+    """
+    tables: dict[str, EmbeddingBagConfig] = {}
+    for name, feature in data.sparse.items():
+        table_name = feature.table or name
+        pooling = PoolingType[feature.pooling.upper()]
+        table = tables.get(table_name)
+        if table is None:
+            tables[table_name] = EmbeddingBagConfig(
+                name=table_name,
+                num_embeddings=feature.num_embeddings,
+                embedding_dim=embedding_dim,
+                feature_names=[name],
+                pooling=pooling,
+            )
+            continue
+        if (table.num_embeddings, table.pooling) != (feature.num_embeddings, pooling):
+            raise ValueError(
+                f"sparse features {table.feature_names[0]!r} and {name!r} share table {table_name!r}, but differ in "
+                f"num_embeddings ({table.num_embeddings}, {feature.num_embeddings}) or pooling "
+                f"({table.pooling.name.lower()}, {feature.pooling}); make them the same"
+            )
+        table.feature_names.append(name)
+    return list(tables.values())
+
+
+def build_model(
+    settings: ModelSettings, data: DataSettings, embedding: EmbeddingSettings, seed: int, device: torch.device
+) -> nn.Module:
+    """The model that the settings describe.
+
+    Called with dense features float32 ``[B, F]`` on ``device`` and a ``KeyedJaggedTensor`` on the host, it returns
+    logits ``[B, 1]`` on ``device``.
+
+    Args:
+        settings: of the model.
+        data: whose sparse features become the tables.
+        embedding: how the tables are trained.
+        seed: of all initial values.
+        device: of the dense part.
+
+    Raises:
+        ValueError: the model cannot be built from these settings.
+    """
+    if not data.sparse:
+        raise ValueError("data.sparse names no feature: the models need at least one embedding table")
+    collection = HostEmbeddingBagCollection(
+        table_configs(data, settings.embedding_dim),
+        is_weighted=any(feature.weights is not None for feature in data.sparse.values()),
+        optimizer=embedding.optimizer,
+        invalid_ids=embedding.invalid_ids,
+        fallback_row=embedding.fallback_row,
+        seed=seed,
+        threads=embedding.threads,
+        device=device,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _dense_part(settings, collection, len(data.dense)).to(device)
+
+
+def _dense_part(settings: ModelSettings, collection: HostEmbeddingBagCollection, dense_features: int) -> nn.Module:
+    dense_layers = [*settings.dense_layers, settings.embedding_dim]
+    over_layers = [*settings.over_layers, 1]
+    if settings.name == "dlrm":
+        return DLRM(collection, dense_features, dense_layers, over_layers)
+    if settings.name == "dlrm_dcn":
+        return DLRM_DCN(
+            collection, dense_features, dense_layers, over_layers, settings.cross_layers, settings.cross_rank
+        )
+    if len(settings.dense_layers) != 1:
+        raise ValueError(f"model.dense_layers: deepfm takes exactly one hidden layer, not {settings.dense_layers}")
+    model = SimpleDeepFMNN(dense_features, collection, settings.dense_layers[0], settings.deep_fm_dim)
+    # TorchRec's DeepFM ends in a sigmoid. The loss takes logits, which are exact where probabilities round to 0 or 1.
+    model.over_arch.model[1] = nn.Identity()
+    return model
