@@ -87,6 +87,16 @@ class GroupFeatures:
         return bool(self.described[:, layout.MEAN].any())
 
 
+def _check_offsets(offsets: np.ndarray, bags: int, values: int, weights: np.ndarray) -> None:
+    """Refuses offsets that would make a kernel read outside the batch."""
+    if len(offsets) != bags + 1 or offsets[0] != 0 or offsets[-1] > values or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(
+            f"the batch's offsets are malformed: {bags} bags need {bags + 1} offsets that rise from 0 to at most {values}"
+        )
+    if weights.size and weights.size != values:
+        raise ValueError(f"the batch has {values} ids, but {weights.size} per-id weights")
+
+
 @dataclass(frozen=True)
 class Ids:
     """A batch's ids as the kernels take them: contiguous arrays on the host.
@@ -118,13 +128,11 @@ class Ids:
             if features.weights_or_none() is None:
                 raise ValueError("the collection is weighted (is_weighted=True), but the batch has no weights")
             weights = features.weights().detach().cpu().float().contiguous().numpy()
-        return cls(
-            keys=features.keys(),
-            values=values.cpu().long().contiguous().numpy(),
-            offsets=features.offsets().cpu().long().contiguous().numpy(),
-            weights=weights,
-            batch_size=features.stride(),
-        )
+        if features.variable_stride_per_key():
+            raise ValueError("a batch with a different number of bags for each key is not supported")
+        offsets = features.offsets().cpu().long().contiguous().numpy()
+        _check_offsets(offsets, len(features.keys()) * features.stride(), len(values), weights)
+        return cls(features.keys(), values.cpu().long().contiguous().numpy(), offsets, weights, features.stride())
 
     def key_offsets(self, key: int) -> np.ndarray:
         """The ``[batch_size + 1]`` offsets of one key's bags."""
