@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys_offload.data.batch import Batch
+from recsys_offload.faults import naming_batch
 
 __all__ = ["METRICS", "BinaryMetrics", "evaluate_batches", "higher_is_better", "weighted_auc"]
 
@@ -113,7 +114,9 @@ def evaluate_batches(
         with torch.no_grad():
             for batch in batches:
                 moved = batch.to(device)
-                metrics.update(model(moved.dense, moved.sparse).squeeze(1), batch.labels, batch.weights)
+                with naming_batch(batch):
+                    logits = model(moved.dense, moved.sparse)
+                metrics.update(logits.squeeze(1), batch.labels, batch.weights)
                 at_each_batch()
     finally:
         model.train(was_training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,15 +42,19 @@ class Summary:
     epochs: int
     best_step: int | None
     best_checkpoint: str
-    validation: Mapping[str, float | None] | None
-    test: Mapping[str, float | None] | None
+    validation: Mapping[str, float] | None
+    test: Mapping[str, float] | None
     training_seconds: float
     examples: int
 
 
 def write_summary(summary: Summary, records: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write ``summary.json``, and ``curves.png`` from the ``records`` of metrics.jsonl, into ``folder``."""
-    write_json(folder / "summary.json", asdict(summary))
+    content = asdict(summary)
+    for part in ("validation", "test"):
+        if content[part] is not None:  # JSON has no NaN
+            content[part] = {key: value if math.isfinite(value) else None for key, value in content[part].items()}
+    write_json(folder / "summary.json", content)
     figure = plot_curves(records, summary.best_step)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
@@ -90,7 +95,7 @@ def print_summary(summary: Summary, folder: Path, console: Console) -> None:
     for name in given:
         table.add_column(name, justify="right")
     for metric in (*METRICS, "examples"):
-        table.add_row(metric.replace("_", " "), *(_text(metrics.get(metric)) for metrics in given.values()))
+        table.add_row(metric.replace("_", " "), *(_text(metrics[metric]) for metrics in given.values()))
     if given:
         console.print(table)
     if summary.best_step is not None:
@@ -106,7 +111,7 @@ def _series(records: Sequence[Mapping[str, Any]], kind: str, key: str) -> tuple[
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _text(value: float | None) -> str:
-    if value is None:
+def _text(value: float) -> str:
+    if math.isnan(value):
         return "undefined"
     return f"{value:,}" if isinstance(value, int) else f"{value:.5f}"

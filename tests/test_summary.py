@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,13 @@ def _summary(**changes: object) -> Summary:
         "epochs": 1,
         "best_step": 2,
         "best_checkpoint": "checkpoints/step-000000002",
-        "validation": {"auc": 0.7, "log_loss": 0.65, "normalized_entropy": None, "calibration": 1.1, "examples": 1000},
+        "validation": {
+            "auc": 0.7,
+            "log_loss": 0.65,
+            "normalized_entropy": math.nan,
+            "calibration": 1.1,
+            "examples": 1000,
+        },
         "test": {"auc": 0.69, "log_loss": 0.66, "normalized_entropy": 0.9, "calibration": 1.0, "examples": 900},
         "training_seconds": 2.0,
         "examples": 5000,
@@ -37,6 +44,7 @@ def _summary(**changes: object) -> Summary:
 def test_it_is_written_as_json_and_png(tmp_path: Path) -> None:
     write_summary(_summary(), RECORDS, tmp_path)
     content = json.loads((tmp_path / "summary.json").read_text())
+    assert content["validation"]["normalized_entropy"] is None
     assert content["test"]["auc"] == 0.69 and content["best_checkpoint"] == "checkpoints/step-000000002"
     picture = imread(tmp_path / "curves.png")
     assert picture.shape[1] > picture.shape[0] > 300
