@@ -15,7 +15,7 @@ EXIT_CODE = 130
 _SHOW_CURSOR = "\x1b[?25h"  # a live progress line hides it
 
 
-class StopRequested(Exception):  # noqa: N818 (it is no error)
+class StopRequested(Exception):
     """The user has asked training to end."""
 
 

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from recsys_offload.summary import Summary, plot_curves, print_summary, write_summary
 
-RECORDS = [
+METRICS = {"auc": 0.7, "log_loss": 0.65, "calibration": 1.1}
+RECORDS: list[dict] = [
     {"kind": "train", "step": 1, "loss": 0.7},
     {"kind": "train", "step": 2, "loss": 0.6},
-    {"kind": "validation", "step": 2, "auc": 0.7, "log_loss": 0.65, "normalized_entropy": None, "calibration": 1.1},
+    {"kind": "validation", "step": 2, **METRICS, "normalized_entropy": None},
 ]
 
 
