@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Checksum", "ChecksumWriter", "checksum_file", "durable_file", "fsync_folder", "write_json"]
+__all__ = ["Checksum", "ChecksumWriter", "checksum_file", "durable_file", "durable_path", "fsync_folder", "write_json"]
 
 _READ_BYTES = 4 << 20
 
@@ -62,17 +62,16 @@ def checksum_file(path: Path) -> Checksum:
 
 
 @contextlib.contextmanager
-def durable_file(path: Path) -> Iterator[ChecksumWriter]:
+def durable_path(path: Path) -> Iterator[Path]:
     """Write ``path`` so that, whenever the machine stops, the old content or all of the new is found there.
 
-    The bytes go to a hidden sibling, which takes the name of ``path`` once it is on the disk. After an error the
-    sibling is removed and ``path`` is as it was.
+    The block writes and closes a hidden sibling, whose path it is given. When the block ends the sibling is put on the
+    disk and takes the name of ``path``. After an error it is removed, and ``path`` is as it was.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb", buffering=0) as file:
-            yield ChecksumWriter(file)
-            os.fsync(file.fileno())
+        yield temporary
+        _fsync(temporary, os.O_RDONLY)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -80,9 +79,20 @@ def durable_file(path: Path) -> Iterator[ChecksumWriter]:
     fsync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def durable_file(path: Path) -> Iterator[ChecksumWriter]:
+    """Write ``path`` as `durable_path` does, through a writer that keeps the checksum."""
+    with durable_path(path) as temporary, temporary.open("wb", buffering=0) as file:
+        yield ChecksumWriter(file)
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in ``folder`` (created, renamed, removed) survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
