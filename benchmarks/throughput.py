@@ -117,9 +117,8 @@ def contender(
 
 
 def ours(tables: list[EmbeddingBagConfig], optimizer: Literal["adagrad", "rowwise_adagrad"]) -> Contender:
-    collection = HostEmbeddingBagCollection(
-        tables, optimizer=SparseOptimizerSettings(name=optimizer, learning_rate=LEARNING_RATE)
-    )
+    settings = SparseOptimizerSettings(name=optimizer, learning_rate=LEARNING_RATE)
+    collection = HostEmbeddingBagCollection(tables, optimizer=settings, threads=torch.get_num_threads())
     host = collection.tables
     states = [state for name in host.names for state in host.optimizer_state(name).values()]
     return contender(collection, [], [*(host.weight(name) for name in host.names), *states])
@@ -276,10 +275,13 @@ def main() -> None:
     add("--dim", type=int, default=64, help="width of the tables (64)")
     add("--examples", type=int, default=1_000_000, help="rows of the generated Parquet files (1000000)")
     add("--optimizer", choices=list(FUSED_OPTIMIZERS), default="adagrad", help="nn.EmbeddingBag always has adagrad")
+    add("--threads", type=int, help="of the towers and the tables (one per core)")
     add("--quick", action="store_true", help="a smaller set and fewer steps, to see that it works; nothing is written")
     options = parser.parse_args()
     if options.quick:
         options.steps, options.rows, options.examples = 20, 10_000, 200_000
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     figures = measure(options)
     show(figures)
     if not options.quick:

@@ -48,6 +48,7 @@ def data_settings(schema: Schema, train: str) -> dict[str, Any]:
     return {
         "train": train,
         "label": LABEL,
+        "split": {"by": "hash", "shares": {"train": 0.9, "validation": 0.05, "test": 0.05}},
         "dense": {name: {"transform": "log1p", "fill": 0} for name in DENSE_NAMES},
         "sparse": {
             name: {"num_embeddings": size} for name, size in zip(SPARSE_NAMES, schema.cardinalities, strict=True)
