@@ -1,0 +1,273 @@
+"""From decoded Arrow columns to arrays: dense values, bags of ids, labels and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys_offload.data.config import DenseColumn, SparseColumn
+from recsys_offload.data.convert_kernels import IDENTITY, LOG1P, LOG1P_TABLE, STANDARDIZE, fill_dense_column
+from recsys_offload.data.files import RowGroup
+from recsys_offload.data.hashing import hash_array
+
+TRANSFORMS = {"none": IDENTITY, "log1p": LOG1P, "standardize": STANDARDIZE}
+# Rows converted column by column before the next ones: their part of the matrix stays in the cache.
+ROWS_PER_BLOCK = 8192
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The ids of one feature.
+
+    Attributes:
+        values: int32 or int64 ``[N]``.
+        offsets: int64 ``[rows + 1]``; None where every row has one id.
+        weights: float32 ``[N]``, or None.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray | None
+    weights: np.ndarray | None
+
+
+def one_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """The column as one contiguous array, without a copy where it is one already."""
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def _where(group: RowGroup, row: int) -> str:
+    return f"row {group.row_in_file + row} of {group.path}"
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _numeric(array: pa.Array, column: str, purpose: str, group: RowGroup) -> pa.Array:
+    """The array in a type that NumPy can view.
+
+    Raises:
+        ValueError: the column holds lists or no numbers.
+    """
+    kind = array.type
+    if _is_list(kind):
+        raise ValueError(f"{group.path}: column {column!r} is {kind}, but {purpose} needs one number per row, not a list")
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.uint8())
+    if pa.types.is_float16(kind):
+        return array.cast(pa.float32())
+    if pa.types.is_decimal(kind):
+        return array.cast(pa.float64())
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise ValueError(f"{group.path}: column {column!r} is {kind}, but {purpose} needs numbers")
+    return array
+
+
+def _raw_values(array: pa.Array) -> np.ndarray:
+    """The data buffer of a numeric array, whatever its nulls."""
+    data = array.buffers()[1]
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    if data is None:
+        return np.zeros(len(array), dtype)
+    return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize)
+
+
+def dense_values(table: pa.Table, name: str, feature: DenseColumn, group: RowGroup) -> np.ndarray:
+    """The values of a dense feature that are neither null nor NaN, float64, before any transform."""
+    column = feature.column or name
+    array = _numeric(one_array(table[column]), column, "a dense feature", group)
+    values = array.drop_null().to_numpy(zero_copy_only=False).astype(np.float64)
+    return values[~np.isnan(values)]
+
+
+def dense_matrix(
+    table: pa.Table, features: dict[str, DenseColumn], moments: dict[str, tuple[float, float]], group: RowGroup
+) -> np.ndarray:
+    """The dense features of a row group, transformed, float32 ``[rows, features]``.
+
+    Raises:
+        ValueError: a column is not numeric, or has an infinite value.
+    """
+    rows = table.num_rows
+    output = np.empty((rows, len(features)), np.float32)
+    columns = []
+    for name, feature in features.items():
+        column = feature.column or name
+        array = _numeric(one_array(table[column]), column, "a dense feature", group)
+        bitmap = array.buffers()[0] if array.null_count else None
+        validity = np.empty(0, np.uint8) if bitmap is None else np.frombuffer(bitmap, np.uint8)
+        mean, deviation = moments.get(name, (0.0, 1.0))
+        transform = TRANSFORMS[feature.transform]
+        columns.append((_raw_values(array), validity, array.offset, transform, mean, 1.0 / deviation, feature.fill, column))
+    for first in range(0, rows, ROWS_PER_BLOCK):
+        last = min(first + ROWS_PER_BLOCK, rows)
+        for index, (values, validity, bit, transform, mean, scale, fill, column) in enumerate(columns):
+            bad = fill_dense_column(
+                values, validity, bit, first, last, transform, mean, scale, fill, LOG1P_TABLE, output[:, index]
+            )
+            if bad >= 0:
+                raise ValueError(
+                    f"column {column!r}: {values[bad]} in {_where(group, bad)} has no finite float32 value after its "
+                    "transform; mend it, or make it null to have it filled"
+                )
+    return output
+
+
+def labels(table: pa.Table, column: str, group: RowGroup) -> np.ndarray:
+    """The labels of a row group, float32 ``[rows]``.
+
+    Raises:
+        ValueError: a label is null or neither 0 nor 1.
+    """
+    array = _numeric(one_array(table[column]), column, "the label", group)
+    if array.null_count:
+        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise ValueError(f"label column {column!r}: null in {_where(group, row)}; a label is 0 or 1")
+    values = array.to_numpy()
+    wrong = (values != 0) & (values != 1)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise ValueError(f"label column {column!r}: {values[row]} in {_where(group, row)}; a label is 0 or 1")
+    return values.astype(np.float32)
+
+
+def sample_weights(table: pa.Table, column: str, group: RowGroup) -> np.ndarray:
+    """The sample weights of a row group, float32 ``[rows]``.
+
+    Raises:
+        ValueError: a weight is null, negative or not finite.
+    """
+    array = _numeric(one_array(table[column]), column, "the sample weight", group)
+    values = array.to_numpy(zero_copy_only=False).astype(np.float32)
+    wrong = ~(np.isfinite(values) & (values >= 0))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise ValueError(
+            f"sample_weight column {column!r}: {array[row]} in {_where(group, row)}; a weight is finite and not negative"
+        )
+    return values
+
+
+def _flatten(array: pa.Array, keep_null_lists: bool) -> tuple[pa.Array, np.ndarray | None]:
+    """The values of all lists, and where each list begins; scalars are returned as they are.
+
+    A null list is empty, or with ``keep_null_lists`` holds one null.
+    """
+    if not _is_list(array.type):
+        return array, None
+    lengths = pc.list_value_length(array)
+    values = array.flatten()
+    starts = np.concatenate([[0], np.cumsum(lengths.fill_null(0).to_numpy(zero_copy_only=False))]).astype(np.int64)
+    if not (keep_null_lists and array.null_count):
+        return values, starts
+    sizes = lengths.fill_null(1).to_numpy(zero_copy_only=False)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    null_lists = array.is_null().to_numpy(zero_copy_only=False)
+    positions = np.ma.masked_all(offsets[-1], np.int64)
+    at_null = np.zeros(offsets[-1], bool)
+    at_null[offsets[:-1][null_lists]] = True
+    positions[~at_null] = np.arange(len(values))
+    return values.take(pa.array(positions.filled(0), mask=at_null)), offsets
+
+
+def flat_ids(table: pa.Table, name: str, feature: SparseColumn, group: RowGroup) -> pa.Array:
+    """All values of a sparse feature, those in lists too, without nulls and as plain values."""
+    values, _ = _flatten(one_array(table[feature.column or name]), keep_null_lists=False)
+    values = _plain(values).drop_null()
+    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type) or pa.types.is_integer(values.type)):
+        raise ValueError(
+            f"{group.path}: column {feature.column or name!r} is {table[feature.column or name].type}, but a vocabulary "
+            "is made of strings or integers"
+        )
+    return values
+
+
+def _plain(values: pa.Array) -> pa.Array:
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def _encode(values: pa.Array, column: str, feature: SparseColumn, vocabulary: pa.Array | None, seed: int) -> np.ndarray:
+    """Rows for values without nulls, int32 or int64."""
+    if feature.encoding == "ids":
+        if not pa.types.is_integer(values.type):
+            raise ValueError(
+                f"column {column!r} is {values.type}, but encoding ids needs integers; use encoding hash or vocabulary"
+            )
+        ids = values.to_numpy()
+        if ids.dtype == np.uint64 and len(ids) and int(ids.max()) > np.iinfo(np.int64).max:
+            raise ValueError(f"column {column!r}: id {int(ids.max())} does not fit in 64 bits with a sign; hash the column")
+        return ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int64)
+    if feature.encoding == "hash":
+        try:
+            hashed = hash_array(values, seed)
+        except TypeError as error:
+            raise ValueError(f"column {column!r}: {error}; only strings and integers can be hashed") from error
+        return (hashed % np.uint64(feature.num_embeddings)).astype(np.int64)
+    assert vocabulary is not None
+    try:
+        plain = _plain(values).cast(vocabulary.type)
+    except pa.ArrowException as error:
+        raise ValueError(f"column {column!r} is {values.type}, but its vocabulary holds {vocabulary.type}") from error
+    return pc.index_in(plain, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False) + np.int32(1)
+
+
+def bags(
+    table: pa.Table, name: str, feature: SparseColumn, vocabulary: pa.Array | None, seed: int, group: RowGroup
+) -> Bags:
+    """The ids of one feature in a row group.
+
+    Raises:
+        ValueError: the column's type does not fit the encoding, or the weights do not fit the ids.
+    """
+    column = feature.column or name
+    array = one_array(table[column])
+    values, offsets = _flatten(array, keep_null_lists=feature.nulls != "skip")
+    weights = None
+    if feature.weights is not None:
+        weights = _id_weights(one_array(table[feature.weights]), feature, column, array, len(values), group)
+    try:
+        if not values.null_count:
+            return Bags(_encode(values, column, feature, vocabulary, seed), offsets, weights)
+        encoded = _encode(values.drop_null(), column, feature, vocabulary, seed)
+    except ValueError as error:
+        raise ValueError(f"{group.path}: {error}") from error
+    valid = values.is_valid().to_numpy(zero_copy_only=False)
+    if feature.nulls != "skip":
+        filled = np.full(len(values), feature.nulls, np.int64)
+        filled[valid] = encoded
+        return Bags(filled, offsets, weights)
+    kept = np.concatenate([[0], np.cumsum(valid)]).astype(np.int64)
+    return Bags(encoded, kept if offsets is None else kept[offsets], None if weights is None else weights[valid])
+
+
+def _id_weights(
+    array: pa.Array, feature: SparseColumn, column: str, ids: pa.Array, count: int, group: RowGroup
+) -> np.ndarray:
+    """A weight for each id, float32 ``[count]``."""
+    values, offsets = _flatten(array, keep_null_lists=feature.nulls != "skip")
+    if _is_list(array.type) != _is_list(ids.type):
+        raise ValueError(
+            f"{group.path}: weights column {feature.weights!r} is {array.type}, but its ids {column!r} are {ids.type}; both "
+            "must be lists, or neither"
+        )
+    if offsets is not None:
+        wanted = _flatten(ids, keep_null_lists=feature.nulls != "skip")[1]
+        different = np.flatnonzero(np.diff(offsets) != np.diff(wanted))
+        if different.size:
+            row = int(different[0])
+            raise ValueError(
+                f"weights column {feature.weights!r}: {np.diff(offsets)[row]} weights for {np.diff(wanted)[row]} ids of "
+                f"column {column!r} in {_where(group, row)}"
+            )
+    numbers = _numeric(values, str(feature.weights), "the weight of an id", group).fill_null(0)
+    weights = numbers.to_numpy(zero_copy_only=False).astype(np.float32)
+    if len(weights) != count or not np.isfinite(weights).all():
+        raise ValueError(f"{group.path}: weights column {feature.weights!r} must hold one finite number for each id")
+    return weights
