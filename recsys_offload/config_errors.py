@@ -48,37 +48,48 @@ def _check(
 def explain(error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any], source: str) -> str:
     """The message for settings that pydantic refused: one line for each wrong key."""
     problems: dict[str, list[str]] = {}
-    values: dict[str, str] = {}
+    subjects: dict[str, str] = {}
     for details in error.errors():
-        key = ".".join(_place(details, tree))
-        text = _problem(details)
-        if text not in problems.setdefault(key, []):
-            problems[key].append(text)
-        values[key] = "is missing" if details["type"] == "missing" else f"cannot be {_short(details['input'])}"
+        key, subject, problem = _describe(details, tree)
+        subjects[key] = subject
+        if problem not in problems.setdefault(key, []):
+            problems[key].append(problem)
     lines = []
     for key, texts in problems.items():
-        field = find_field(model, key.split(".")) if key else None
-        description = _description(model, key) if field is not None else None
-        subject = f"{key} {values[key]}" if _is_value(key, tree) or values[key] == "is missing" else key or "settings"
-        lines.append(f"{subject}: {', or '.join(texts)}" + (f" ({description})" if description else ""))
-    return f"{source}: " + "\n  ".join(lines) if len(lines) == 1 else f"{source}:\n  " + "\n  ".join(lines)
+        description = _description(model, key)
+        lines.append(f"{subjects[key]}: {', or '.join(texts)}" + (f" ({description})" if description else ""))
+    return f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n  " + "\n  ".join(lines)
+
+
+def _describe(details: ErrorDetails, tree: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The dotted key of one error, what is said about it, and why."""
+    key = ".".join(_place(details, tree))
+    context = details.get("ctx", {})
+    if details["type"] == "missing":
+        return key, f"{key} is missing", "it must be given"
+    if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        discriminator = context["discriminator"].strip("'")
+        key = f"{key}.{discriminator}"
+        if "tag" not in context:
+            return key, f"{key} is missing", "it must be given"
+        return key, f"{key} cannot be {context['tag']!r}", f"it should be one of {context['expected_tags']}"
+    problem = details["msg"].removeprefix("Value error, ").replace("Input should", "it should", 1)
+    if _is_value(key, tree):
+        return key, f"{key} cannot be {_short(details['input'])}", problem
+    return key, key or "settings", problem
 
 
 def _place(details: ErrorDetails, tree: Mapping[str, Any]) -> list[str]:
     """The location without the names that pydantic adds for the members of unions."""
     place: list[str] = []
     current: Any = tree
-    *_, last = details["loc"] or ("",)
-    for part in details["loc"]:
-        if (isinstance(current, Mapping) and part in current) or (
-            isinstance(current, Sequence)
-            and not isinstance(current, str)
-            and isinstance(part, int)
-            and part < len(current)
-        ):
+    for index, part in enumerate(details["loc"]):
+        is_key = isinstance(current, Mapping) and part in current
+        is_item = isinstance(current, list) and isinstance(part, int) and part < len(current)
+        if is_key or is_item:
             place.append(str(part))
-            current = current[part]  # type: ignore[index]
-        elif details["type"] == "missing" and part == last:
+            current = current[part]
+        elif details["type"] == "missing" and index == len(details["loc"]) - 1:
             place.append(str(part))
     return place
 
@@ -89,13 +100,6 @@ def _is_value(key: str, tree: Mapping[str, Any]) -> bool:
     for part in key.split("."):
         current = current[int(part)] if isinstance(current, list) else current.get(part, {})
     return not isinstance(current, Mapping)
-
-
-def _problem(details: ErrorDetails) -> str:
-    if details["type"] == "missing":
-        return "it must be given"
-    message = details["msg"].removeprefix("Value error, ")
-    return message.replace("Input should", "it should", 1)
 
 
 def _short(value: Any) -> str:

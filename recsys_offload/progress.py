@@ -63,10 +63,10 @@ class Throughput:
 class TrainingProgress:
     """Shows the progress of one run on ``console``. Use it as a context manager."""
 
-    def __init__(self, console: Console, *, step: int, total_steps: int | None, plain_interval_seconds: float) -> None:
+    def __init__(self, console: Console, *, step: int, total_steps: int, plain_interval_seconds: float) -> None:
         """Args:
         step: the steps that are already done.
-        total_steps: the steps of the whole run, where that is known.
+        total_steps: the steps of the whole run.
         plain_interval_seconds: the least time between two lines when ``console`` is no terminal.
         """
         self._console = console
@@ -99,12 +99,6 @@ class TrainingProgress:
         """Print a line that stays."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def set_total_steps(self, total_steps: int | None) -> None:
-        """The length of the run has become known."""
-        self._total = total_steps
-        if self._live is not None:
-            self._live.update(self._task, total=total_steps)
-
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
         """Show that something else than training goes on, and leave its time out of the rate."""
@@ -114,12 +108,12 @@ class TrainingProgress:
             yield
 
     def _line(self, step: int, epoch: int, loss: float) -> str:
-        steps = f"{step:,}" if self._total is None else f"{step:,}/{self._total:,}"
         rate = self.throughput.samples_per_second
-        line = f"epoch {epoch}  step {steps}  loss {loss:.4f}  {rate:,.0f} samples/s"
-        if self._total is not None and (left := self.throughput.seconds_for(max(0, self._total - step))) is not None:
-            line += f"  {format_duration(left)} left"
-        return line
+        left = self.throughput.seconds_for(max(0, self._total - step))
+        return (
+            f"epoch {epoch}  step {step:,}/{self._total:,}  loss {loss:.4f}  {rate:,.0f} samples/s"
+            f"  {'?' if left is None else format_duration(left)} left"
+        )
 
     def __enter__(self) -> TrainingProgress:
         if self._live is not None:

@@ -98,6 +98,11 @@ class RunFolder:
     def start_logs(self, step: int) -> None:
         """Open the logs of a run that goes on from ``step``; what a crashed run logged after it is dropped."""
         with _explained(self.path):
+            for outcome in (
+                "summary.json",
+                "curves.png",
+            ):  # of the shorter run, where this one goes on from a finished one
+                (self.path / outcome).unlink(missing_ok=True)
             kept = [record for record in self.records() if record["step"] <= step and record["kind"] != "test"]
             with durable_file(self.path / "metrics.jsonl") as file:
                 file.write("".join(f"{json.dumps(record)}\n" for record in kept).encode())
@@ -174,7 +179,7 @@ def _refuse_changes(path: Path, old: Config, new: Config) -> None:
         if key not in _HARMLESS and not key.startswith(_HARMLESS_SECTIONS)
     }
     schedules = {"schedules.dense": new.schedules.dense, "schedules.sparse": new.schedules.sparse}
-    tied = [key for key, schedule in schedules.items() if schedule.needs_total_steps]
+    tied = [key for key, schedule in schedules.items() if schedule.ends_with_the_run]
     lengths = {key: values for key, values in differing.items() if key in _LENGTHS}
     if tied and lengths:
         refused.update(lengths)

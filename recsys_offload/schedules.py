@@ -53,7 +53,7 @@ class ScheduleSettings(Settings):
         return self
 
     @property
-    def needs_total_steps(self) -> bool:
+    def ends_with_the_run(self) -> bool:
         """Whether the schedule depends on how many steps the run has."""
         return self.name in ("polynomial", "cosine") and self.decay_steps is None
 
@@ -65,23 +65,18 @@ class SchedulesSettings(Settings):
     sparse: ScheduleSettings = Field(default_factory=ScheduleSettings, description="The schedule of the tables.")
 
 
-def schedule_factor(settings: ScheduleSettings, total_steps: int | None) -> Callable[[int], float]:
+def schedule_factor(settings: ScheduleSettings, total_steps: int) -> Callable[[int], float]:
     """The function from the step (0 is the first) to the factor on the learning rate.
 
     Args:
-        total_steps: the steps of the whole run; needed where ``settings.needs_total_steps``.
+        total_steps: the steps of the whole run.
 
     Raises:
-        ValueError: the length of the decay is not known, or nothing of the run is left for it.
+        ValueError: the warm-up leaves nothing of the run for the decay.
     """
     warmup = settings.warmup_steps
     decay = settings.decay_steps or 0
-    if settings.needs_total_steps:
-        if total_steps is None:
-            raise ValueError(
-                f"a {settings.name} schedule ends with the run, whose number of steps is not known beforehand: "
-                "set decay_steps of the schedule, or train.steps"
-            )
+    if settings.ends_with_the_run:
         decay = total_steps - warmup
         if decay < 1:
             raise ValueError(
@@ -102,6 +97,6 @@ def schedule_factor(settings: ScheduleSettings, total_steps: int | None) -> Call
     return factor
 
 
-def build_schedule(optimizer: Optimizer, settings: ScheduleSettings, total_steps: int | None) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, settings: ScheduleSettings, total_steps: int) -> LambdaLR:
     """A scheduler that sets the rates of ``optimizer``; call its ``step()`` after each training step."""
     return LambdaLR(optimizer, schedule_factor(settings, total_steps))

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -72,14 +73,15 @@ class Trainer:
         make_repeatable(config.run.seed, config.train.deterministic)
         checkpoint = latest_checkpoint(run.checkpoints)
         if checkpoint is None:
-            self.encoding = Encoding.fit(config.data, config.run.seed)
+            self.encoding = Encoding.fit(config.data)
             self.encoding.save(run.encoding)
         else:
             self.encoding = Encoding.load(run.encoding)
-        self.train_batches = self._batches("train", config.train.batch_size, shuffle=True)
-        evaluation_batch_size = config.train.evaluation_batch_size or config.train.batch_size
-        self.validation_batches = self._batches("validation", evaluation_batch_size, shuffle=False)
-        self.test_batches = self._batches("test", evaluation_batch_size, shuffle=False)
+        self.train_batches = ParquetBatches(
+            config.data, self.encoding, "train", config.train.batch_size, seed=config.run.seed, shuffle=True
+        )
+        self.validation_batches = self._evaluation_batches("validation")
+        self.test_batches = self._evaluation_batches("test")
 
         self.model = build_model(config.model, config.data, config.embedding, config.run.seed, self.device)
         self.parameters = list(self.model.parameters())
@@ -127,7 +129,6 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         """Train to the end of the epoch that the batches are in, or to the end of the run."""
-        first_step = self.state.step
         self.model.train()
         for batch in self.train_batches:
             with naming_batch(batch):
@@ -135,11 +136,8 @@ class Trainer:
             self._at_step_boundary()
             if self._reason_to_end() is not None:
                 return
-        if self.state.step == 0 == first_step:
-            raise ValueError("the training part has no examples: look at data.train and data.split")
         self.state.epoch += 1
         self.state.epoch_end = self.state.step
-        self.progress.set_total_steps(self._total_steps())
         self._at_step_boundary()
 
     def _train_step(self, batch: Batch) -> None:
@@ -278,16 +276,18 @@ class Trainer:
             examples=state.examples,
         )
 
-    def _batches(self, part: str, batch_size: int, *, shuffle: bool) -> ParquetBatches:
-        return ParquetBatches(
-            self.config.data, self.encoding, part, batch_size, seed=self.config.run.seed, shuffle=shuffle
-        )
+    def _evaluation_batches(self, part: Literal["validation", "test"]) -> ParquetBatches | None:
+        """The batches of a part, in the order of the files; None where the data has no such part."""
+        if not self.encoding.rows.get(part):
+            return None
+        batch_size = self.config.train.evaluation_batch_size or self.config.train.batch_size
+        return ParquetBatches(self.config.data, self.encoding, part, batch_size)
 
-    def _total_steps(self) -> int | None:
-        """The steps of the whole run, where they are known."""
-        train, per_epoch = self.config.train, self.train_batches.steps_per_epoch
-        by_epochs = train.epochs * per_epoch if train.epochs is not None and per_epoch is not None else None
-        return min((count for count in (by_epochs, train.steps) if count is not None), default=None)
+    def _total_steps(self) -> int:
+        """The steps of the whole run."""
+        train = self.config.train
+        by_epochs = None if train.epochs is None else train.epochs * self.train_batches.steps_per_epoch
+        return min(count for count in (by_epochs, train.steps) if count is not None)
 
     def _checkpoint_path(self, step: int) -> Path:
         return self.run.checkpoints / f"step-{step:09d}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, ValidationError
@@ -43,7 +43,7 @@ class DataPart(Settings):
 
     files: str | list[str] = Field(description="Parquet files.")
     sparse: dict[str, Feature] = Field(default_factory=dict, description="Sparse features.")
-    split: Split | ColumnSplit | None = Field(None, description="How to split.")
+    split: Annotated[Split | ColumnSplit, Field(discriminator="by")] | None = Field(None, description="How to split.")
 
 
 class TrainPart(Settings):
@@ -164,6 +164,10 @@ def test_unknown_keys_in_the_file_are_refused_at_any_depth() -> None:
         (["--data.sparse.user_id.pooling", "max"], ["data.sparse.user_id.pooling cannot be 'max'", "'sum' or 'mean'"]),
         (["--data.sparse.x", "{pooling: sum}"], ["data.sparse.x.num_embeddings is missing", "it must be given"]),
         (["--train.layers", "[1, x]"], ["train.layers.1 cannot be 'x'"]),
+        (["--data.split", "{by: time}"], ["data.split.by cannot be 'time'", "it should be one of 'hash', 'column'"]),
+        (["--data.split", "{column: day}"], ["data.split.by is missing"]),
+        (["--data.split", "{by: column}"], ["data.split.column is missing"]),
+        (["--data.split", "{by: hash, shares: [2]}"], ["data.split.shares.0 cannot be 2"]),
         (["--train", "3"], ["train cannot be 3"]),
         (["--data.sparse.user_id.nulls", "[]"], ["data.sparse.user_id.nulls cannot be []", "'skip'", "integer"]),
     ],
