@@ -10,7 +10,6 @@ its checkpoint and its metrics must be those of the uninterrupted run, to the bi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -48,7 +47,7 @@ CONFIG: dict[str, Any] = {
     "model": {"name": "dlrm", "embedding_dim": 16, "dense_layers": [16], "over_layers": [16]},
     "embedding": {"optimizer": {"name": "adam", "learning_rate": 0.01}},
     "schedules": {"dense": {"name": "cosine", "warmup_steps": 10}, "sparse": {"name": "polynomial"}},
-    "train": {"batch_size": 64, "epochs": 3, "evaluation_interval_steps": 40},
+    "train": {"batch_size": 64, "epochs": None, "evaluation_interval_steps": 40},
     "checkpoint": {"interval_steps": 7, "keep": 2},
     "logging": {"interval_steps": 5, "tensorboard": False},
 }
@@ -112,20 +111,22 @@ def kill_when(child: int, moment: Callable[[], bool], delay: float) -> bool:
     return False
 
 
-def appears(folder: Path, prefix: str) -> Callable[[], bool]:
-    """Whether something named ``prefix...`` has come into ``folder``; what earlier crashes left does not count."""
+def appear(folder: Path, prefix: str, count: int) -> Callable[[], bool]:
+    """Whether ``count`` things named ``prefix...`` have come into ``folder``, those that earlier crashes left aside."""
 
-    def found() -> set[tuple[str, int, int]]:
-        entries = set()
-        with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(folder):
-                if entry.name.startswith(prefix):
-                    status = entry.stat()
-                    entries.add((entry.name, status.st_ino, status.st_ctime_ns))
-        return entries
+    def names() -> set[str]:
+        try:
+            return {path.name for path in folder.iterdir() if path.name.startswith(prefix)}
+        except FileNotFoundError:
+            return set()
 
-    leftovers = found()
-    return lambda: not found() <= leftovers
+    leftovers, seen = names(), set[str]()
+
+    def check() -> bool:
+        seen.update(names() - leftovers)
+        return len(seen) >= count
+
+    return check
 
 
 def differences(run: Path, reference: Path) -> list[str]:
@@ -168,15 +169,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--steps", type=int, default=225, help="of each run")
+    parser.add_argument("--folder", type=Path, help="where the runs lie; by default a temporary folder")
     options = parser.parse_args()
     generator = random.Random(options.seed)
-    work = Path(tempfile.mkdtemp(prefix="kill-loop-"))
+    work = Path(tempfile.mkdtemp(prefix="kill-loop-", dir=options.folder))
     config, log = work / "config.yaml", work / "log.txt"
     # pyarrow's threads would not survive into the children that are forked later.
     writer = multiprocessing.get_context("fork").Process(target=write_data, args=[work / "data.parquet"])
     writer.start()
     writer.join()
-    config.write_text(yaml.safe_dump(CONFIG | {"data": CONFIG["data"] | {"train": str(work / "data.parquet")}}))
+    sections = {"data": {"train": str(work / "data.parquet")}, "train": {"steps": options.steps}}
+    tree = CONFIG | {name: CONFIG[name] | section for name, section in sections.items()}
+    config.write_text(yaml.safe_dump(tree))
 
     reference = work / "reference"
     began = time.monotonic()
@@ -196,8 +201,11 @@ def main() -> int:
             checkpoints = run / "checkpoints"
             moments = {
                 "at a random time": (lambda: True, generator.uniform(0, duration)),
-                "while saving": (appears(checkpoints, ".saving-"), generator.uniform(0, 0.05)),
-                "while deleting": (appears(checkpoints, ".deleting-"), generator.uniform(0, 0.002)),
+                "while saving": (appear(checkpoints, ".saving-", generator.randint(2, 5)), generator.uniform(0, 0.05)),
+                "while deleting": (
+                    appear(checkpoints, ".deleting-", generator.randint(1, 4)),
+                    generator.uniform(0, 0.002),
+                ),
                 "never": (lambda: False, 0.0),
             }
             kind = generator.choice(list(moments)[:3]) if kills.total() < options.kills else "never"
@@ -210,10 +218,12 @@ def main() -> int:
             print(f"{run} differs from {reference} in {', '.join(found)}; see {log}", flush=True)
             return 1
         shutil.rmtree(run)
+    resumes = log.read_text().count("Going on from ")
     shutil.rmtree(work)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in kills.items() if count)
     print(
-        f"{kills.total()} kills ({', '.join(f'{count} {kind}' for kind, count in kills.items() if count)}) in {runs} "
-        "runs: each ended in the same bits as the uninterrupted run"
+        f"{kills.total()} kills ({kinds}), {resumes} resumes from a checkpoint, {runs} runs to the end: "
+        "each in the same bits as the uninterrupted one"
     )
     return 0
 

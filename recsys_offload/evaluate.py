@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recsys_offload.data import DataSettings, ParquetBatches
+from recsys_offload.data.config import Part
 from recsys_offload.device import choose_device
 from recsys_offload.inference import TrainedModel, load_model
 from recsys_offload.metrics import evaluate_batches
@@ -21,7 +22,7 @@ __all__ = ["evaluate", "main"]
 
 
 def evaluate(
-    trained: TrainedModel, part: str, *, data: Sequence[str] | None = None, batch_size: int | None = None
+    trained: TrainedModel, part: Part, *, data: Sequence[str] | None = None, batch_size: int | None = None
 ) -> dict[str, float]:
     """The metrics of a model on a part of its run's data, or of other files.
 
@@ -42,13 +43,13 @@ def evaluate(
     finally:
         batches.close()
     if not metrics["examples"]:
-        raise ValueError(f"the {part} part of {settings.train if part == 'train' else 'the data'} has no examples")
+        raise ValueError(f"the {part} part of {', '.join(settings.train)} has no examples")
     return metrics
 
 
 def other_files(settings: DataSettings, paths: Sequence[str]) -> DataSettings:
     """The same columns and encodings, read from other files."""
-    return settings.model_copy(update={"train": list(paths), "validation": None, "test": None})
+    return settings.model_copy(update={"train": list(paths), "validation": [], "test": []})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, help="examples per batch; by default the run's")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(arguments)
-    part = options.part or ("all" if options.data else "test")
+    part: Part = options.part or ("all" if options.data else "test")
     try:
         trained = load_model(options.model, choose_device(options.device))
         metrics = evaluate(trained, part, data=options.data, batch_size=options.batch_size)

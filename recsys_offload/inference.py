@@ -13,7 +13,6 @@ from recsys_offload.checkpoint import latest_checkpoint, load_weights
 from recsys_offload.checkpoint_folder import MANIFEST
 from recsys_offload.config import Config, read_config
 from recsys_offload.data import Encoding
-from recsys_offload.embedding.config import SparseOptimizerSettings
 from recsys_offload.models import build_model
 
 __all__ = ["TrainedModel", "load_model"]
@@ -48,7 +47,8 @@ def load_model(path: Path, device: torch.device) -> TrainedModel:
     config = read_config(run / "config.yaml")
     encoding = Encoding.load(run / "encoding")
     # Nothing is trained here, and SGD's tables carry no state: the memory of the weights alone.
-    embedding = config.embedding.model_copy(update={"optimizer": SparseOptimizerSettings(name="sgd")})
+    optimizer = config.embedding.optimizer.model_copy(update={"name": "sgd"})
+    embedding = config.embedding.model_copy(update={"optimizer": optimizer})
     model = build_model(config.model, config.data, embedding, config.run.seed, device)
     load_weights(checkpoint, model)
     return TrainedModel(checkpoint, config, encoding, model.eval(), device)
