@@ -36,7 +36,7 @@ def evaluate(
     """
     config = trained.config
     settings = config.data if data is None else other_files(config.data, data)
-    size = batch_size or config.train.evaluation_batch_size or config.train.batch_size
+    size = trained.batch_size if batch_size is None else batch_size
     batches = ParquetBatches(settings, trained.encoding, part, size, seed=config.run.seed, shuffle=False)
     try:
         metrics = evaluate_batches(trained.model, batches, trained.device)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="which part of the data; by default test, or all of the files given by --data",
     )
     parser.add_argument("--batch-size", type=int, help="examples per batch; by default the run's")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     options = parser.parse_args(arguments)
     part: Part = options.part or ("all" if options.data else "test")
     try:
@@ -75,14 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _print_table(metrics, f"{part} part, {trained.checkpoint}")
+    print(f"The {part} part with {trained.checkpoint}:", file=sys.stderr)
+    _print_table(metrics)
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     print(json.dumps({"checkpoint": str(trained.checkpoint), "part": part, **finite}, indent=1))
     return 0
 
 
-def _print_table(metrics: dict[str, float], title: str) -> None:
-    table = Table(title=title, title_justify="left", show_header=False)
+def _print_table(metrics: dict[str, float]) -> None:
+    table = Table(show_header=False)
     for name, value in metrics.items():
         table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:.5f}")
     Console(stderr=True).print(table)

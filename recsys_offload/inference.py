@@ -35,6 +35,11 @@ class TrainedModel:
     model: nn.Module
     device: torch.device
 
+    @property
+    def batch_size(self) -> int:
+        """Examples per batch, as in the run's evaluations."""
+        return self.config.train.evaluation_batch_size or self.config.train.batch_size
+
 
 def load_model(path: Path, device: torch.device) -> TrainedModel:
     """Load the model of a run folder (its best checkpoint, or the newest while there is no best) or of a checkpoint.

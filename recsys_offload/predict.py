@@ -54,10 +54,9 @@ def predict(
     if output.resolve() in {group.path.resolve() for group in files.row_groups}:
         raise ValueError(f"{output} is one of the files to read: choose another name for the scores")
     schema = _output_schema(files, columns)
-    config = trained.config
-    size = batch_size or config.train.evaluation_batch_size or config.train.batch_size
+    size = trained.batch_size if batch_size is None else batch_size
     batches = ParquetBatches(
-        other_files(config.data, data), trained.encoding, "all", size, shuffle=False, require_label=False
+        other_files(trained.config.data, data), trained.encoding, "all", size, shuffle=False, require_label=False
     )
     scores = _Scores(trained, batches)
     try:

@@ -167,6 +167,7 @@ def test_bad_data_and_outputs(run: Path, tmp_path: Path, clicks: pa.Table, capsy
     assert "there is no folder" in error("--data", data, "--out", str(tmp_path / "no" / "out.parquet"))
     assert "is one of the files to read" in error("--data", data, "--out", data)
     assert "has no column 'colour'; it has label, user" in error("--data", data, "--out", out, "--columns", "colour")
+    assert "batch_size must be at least 1, not 0" in error("--data", data, "--out", out, "--batch-size", "0")
     assert "gone.parquet" in error("--data", str(tmp_path / "gone.parquet"), "--out", out)
 
     pq.write_table(clicks.append_column("score", clicks["age"]), tmp_path / "scored.parquet")
