@@ -11,7 +11,7 @@ import numpy as np
 
 from recsys_offload.data.background import BackgroundIterator
 from recsys_offload.data.batch import Batch
-from recsys_offload.data.block import Block, Piece, concatenate, make_batch, permute
+from recsys_offload.data.block import Block, IdBuffer, Piece, concatenate, make_batch, permute
 from recsys_offload.data.config import DataSettings, Part
 from recsys_offload.data.encoding import Encoding
 from recsys_offload.data.files import FileSet, RowGroup, open_files
@@ -19,6 +19,8 @@ from recsys_offload.data.reader import RowGroupDecoder, Slice, decode_ahead
 
 # Batches that wait, ready, for the consumer.
 BATCHES_AHEAD = 4
+# 16 MiB of ids: enough for several batches of most data sets, and for huge pages.
+IDS_PER_BUFFER = 2 * 2**20
 
 Position = tuple[int, int]
 """Where a batch begins: the place in the epoch's order of the first row group of its buffer, and a row in that."""
@@ -193,6 +195,7 @@ class ParquetBatches:
         first_group, row = position
         pieces: list[Piece] = []
         gathered = 0
+        id_buffer = IdBuffer(IDS_PER_BUFFER)
         following: Position = position
         buffers = self._buffers(epoch, first_group)
         try:
@@ -204,10 +207,10 @@ class ParquetBatches:
                     row = last
                     following = (start, row) if row < len(buffer) else (next_start, 0)
                     if gathered == self._batch_size:
-                        yield make_batch(pieces, self._keys), following
+                        yield make_batch(pieces, self._keys, id_buffer), following
                         pieces, gathered = [], 0
                 row = 0
             if pieces and not self._drop_last:
-                yield make_batch(pieces, self._keys), following
+                yield make_batch(pieces, self._keys, id_buffer), following
         finally:
             buffers.close()  # type: ignore[attr-defined]

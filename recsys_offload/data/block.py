@@ -130,7 +130,29 @@ class Piece:
     last: int
 
 
-def make_batch(pieces: Sequence[Piece], keys: list[str]) -> Batch:
+class IdBuffer:
+    """Memory for the ids of several batches at a time.
+
+    A batch's ids alone are too few for NumPy to ask for huge pages, and the page faults of a fresh small buffer cost
+    more than the copy into it. A buffer is given back when the last batch in it is.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Args:
+        size: ids per buffer.
+        """
+        self._size = size
+        self._free = np.empty(0, np.int64)
+
+    def take(self, count: int) -> np.ndarray:
+        """Room for ``count`` ids, int64 ``[count]``, uninitialised."""
+        if count > len(self._free):
+            self._free = np.empty(max(self._size, count), np.int64)
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+
+def make_batch(pieces: Sequence[Piece], keys: list[str], id_buffer: IdBuffer) -> Batch:
     """A batch of the rows of the pieces, in their order."""
     rows = sum(piece.last - piece.first for piece in pieces)
     first = pieces[0]
@@ -139,7 +161,7 @@ def make_batch(pieces: Sequence[Piece], keys: list[str]) -> Batch:
         weights = _rows([piece.block.weights[piece.first : piece.last] for piece in pieces if piece.block.weights is not None])
     return Batch(
         dense=_rows([piece.block.dense[piece.first : piece.last] for piece in pieces]),
-        sparse=_make_ids(pieces, keys, rows),
+        sparse=_make_ids(pieces, keys, rows, id_buffer),
         labels=_rows([piece.block.labels[piece.first : piece.last] for piece in pieces]),
         weights=weights,
         origin=first.block.origin(first.first),
@@ -150,7 +172,7 @@ def _rows(parts: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
-def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int) -> KeyedJaggedTensor:
+def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int, id_buffer: IdBuffer) -> KeyedJaggedTensor:
     sources: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     weighted = any(bags.weights is not None for bags in pieces[0].block.sparse)
@@ -172,7 +194,7 @@ def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int) -> KeyedJagge
                 weights.append(
                     np.ones(last - first, np.float32) if bags.weights is None else bags.weights[first:last]
                 )
-    values = np.empty(sum(len(source) for source in sources), np.int64)
+    values = id_buffer.take(sum(len(source) for source in sources))
     if sources:
         np.concatenate(sources, out=values)
     if lengths_array is None:

@@ -9,13 +9,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys_offload.data.config import DenseColumn, SparseColumn
-from recsys_offload.data.convert_kernels import IDENTITY, LOG1P, LOG1P_TABLE, STANDARDIZE, fill_dense_column
+from recsys_offload.data.convert_kernels import (
+    IDENTITY,
+    LOG1P,
+    LOG1P_TABLE,
+    STANDARDIZE,
+    copy_dense_column,
+    fill_dense_column,
+)
 from recsys_offload.data.files import RowGroup
 from recsys_offload.data.hashing import hash_array
 
 TRANSFORMS = {"none": IDENTITY, "log1p": LOG1P, "standardize": STANDARDIZE}
 # Rows converted column by column before the next ones: their part of the matrix stays in the cache.
-ROWS_PER_BLOCK = 8192
+ROWS_PER_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,9 @@ def dense_matrix(
     for first in range(0, rows, ROWS_PER_BLOCK):
         last = min(first + ROWS_PER_BLOCK, rows)
         for index, (values, validity, bit, transform, mean, scale, fill, column) in enumerate(columns):
+            plain = transform == IDENTITY and not len(validity)
+            if plain and copy_dense_column(values, first, last, output[:, index]):
+                continue
             bad = fill_dense_column(
                 values, validity, bit, first, last, transform, mean, scale, fill, LOG1P_TABLE, output[:, index]
             )

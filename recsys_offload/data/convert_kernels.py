@@ -13,6 +13,17 @@ IDENTITY, LOG1P, STANDARDIZE = range(3)
 LOG1P_TABLE = np.log1p(np.arange(4096, dtype=np.float64))
 
 
+@numba.njit(nogil=True, cache=True)
+def copy_dense_column(values: Any, first: int, last: int, output: Any) -> bool:
+    """Writes rows ``[first, last)`` as they are; False if one of them is not finite."""
+    finite = True
+    for row in range(first, last):
+        result = np.float32(values[row])
+        output[row] = result
+        finite &= result - result == np.float32(0)
+    return finite
+
+
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def fill_dense_column(
     values: Any,
