@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -67,16 +66,16 @@ def install(name: str) -> None:
         sys.exit("Set-up failed: pip could not install recsys_offload itself. The lines above say why.")
     temporary = STAMP.with_suffix(".tmp")
     temporary.write_text(wanted)
-    os.replace(temporary, STAMP)
+    temporary.replace(STAMP)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", choices=["cpu", "cuda"], help="which list; by default, by the driver")
     name = parser.parse_args().list or ("cuda" if driver_present() else "cpu")
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this has not installed the project yet
         sys.exit(f"recsys_offload needs Python 3.11 or newer; this is {sys.version.split()[0]}")
-    with open(ROOT / ".setup.lock", "w") as lock:
+    with (ROOT / ".setup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             install(name)

@@ -91,7 +91,7 @@ def _check_offsets(offsets: np.ndarray, bags: int, values: int, weights: np.ndar
     """Refuses offsets that would make a kernel read outside the batch."""
     if len(offsets) != bags + 1 or offsets[0] != 0 or offsets[-1] > values or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(
-            f"the batch's offsets are malformed: {bags} bags need {bags + 1} offsets that rise from 0 to at most {values}"
+            f"the batch's offsets are malformed: {bags} bags need {bags + 1} offsets, rising from 0 to at most {values}"
         )
     if weights.size and weights.size != values:
         raise ValueError(f"the batch has {values} ids, but {weights.size} per-id weights")
@@ -145,9 +145,9 @@ class Ids:
         index = features.described[:, layout.KEY].tolist().index(key)
         size, value = int(features.described[index, layout.SIZE]), int(self.values[position])
         return InvalidIdError(
-            f"table {features.tables[index]!r}, feature {features.names[index]!r}, sample {sample}: id {value} is outside "
-            f"[0, {size}). Give the table more rows (num_embeddings), mend the data, or set invalid_ids to modulo or "
-            "fallback."
+            f"table {features.tables[index]!r}, feature {features.names[index]!r}, sample {sample}: id {value} is "
+            f"outside [0, {size}). Give the table more rows (num_embeddings), mend the data, or set invalid_ids to "
+            "modulo or fallback."
         )
 
 
@@ -218,18 +218,44 @@ def make_plan(
     # Every id costs about the same; the one is for a table that the batch does not use.
     bounds = threads.cost_bounds(first_id[features.table_starts] + np.arange(tables + 1))
     failures = threads.run(
-        plan_tables, bounds, features.described, features.table_starts, first_id, ids.values, ids.offsets, ids.weights,
-        ids.batch_size, output_columns, group.dim, POLICIES[invalid_ids], fallback_row, group.last_number, gapped_rows,
-        gapped_starts, inverse, order, gradient_offsets, factors, distinct,
-    )  # fmt: skip
+        plan_tables,
+        bounds,
+        features.described,
+        features.table_starts,
+        first_id,
+        ids.values,
+        ids.offsets,
+        ids.weights,
+        ids.batch_size,
+        output_columns,
+        group.dim,
+        POLICIES[invalid_ids],
+        fallback_row,
+        group.last_number,
+        gapped_rows,
+        gapped_starts,
+        inverse,
+        order,
+        gradient_offsets,
+        factors,
+        distinct,
+    )
     raise_if_invalid(failures, features, ids)
     first_distinct = np.concatenate([[0], np.cumsum(distinct)])
     rows, starts = np.empty(first_distinct[-1], np.int64), np.empty(first_distinct[-1] + 1, np.int32)
     starts[-1] = count
     threads.run(
-        compact_tables, bounds, features.table_starts, first_id, first_distinct, gapped_rows, gapped_starts, rows,
-        starts, inverse,
-    )  # fmt: skip
+        compact_tables,
+        bounds,
+        features.table_starts,
+        first_id,
+        first_distinct,
+        gapped_rows,
+        gapped_starts,
+        rows,
+        starts,
+        inverse,
+    )
     return Plan(rows, inverse, starts, order, gradient_offsets, factors)
 
 

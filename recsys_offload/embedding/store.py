@@ -153,7 +153,7 @@ class HostTables:
         return torch.from_numpy(group.table_rows(name))[:, : group.dim]
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """A table's optimizer state: name -> float32 ``[rows, dim]``, or ``[rows]`` where a row has one value; views."""
+        """A table's optimizer state, as views: name -> float32 ``[rows, dim]``, or ``[rows]`` for one value per row."""
         group = self._group_of[name]
         table = torch.from_numpy(group.table_rows(name))
         views = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -32,7 +33,7 @@ class KernelThreads:
 
         Returns the results in the order of the parts. An empty part is not called.
         """
-        parts = [(first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True) if first < last]
+        parts = [(first, last) for first, last in pairwise(bounds) if first < last]
         if self._pool is None or len(parts) < 2:
             return [kernel(first, last, *arguments) for first, last in parts]
         pending = [self._pool.submit(kernel, first, last, *arguments) for first, last in parts[1:]]

@@ -38,12 +38,30 @@ def update(
         chunk_begin = np.repeat(plan.starts[hot], chunks) + chunk_in_row * layout.CHUNK
         chunk_end = np.minimum(chunk_begin + layout.CHUNK, np.repeat(plan.starts[hot + 1], chunks))
         threads.run(
-            sum_chunks, threads.even_bounds(len(partial)), flat_gradient, plan.gradient_offsets, plan.factors,
-            chunk_begin, chunk_end, partial,
-        )  # fmt: skip
+            sum_chunks,
+            threads.even_bounds(len(partial)),
+            flat_gradient,
+            plan.gradient_offsets,
+            plan.factors,
+            chunk_begin,
+            chunk_end,
+            partial,
+        )
     cost = occurrences + ROW_COST
     cost[hot] = chunks + ROW_COST
     threads.run(
-        update_rows, threads.cost_bounds(np.concatenate([[0], np.cumsum(cost)])), optimizer, parameters, group.rows,
-        plan.rows, plan.starts, flat_gradient, plan.gradient_offsets, plan.factors, hot, hot_starts, partial, group.dim,
-    )  # fmt: skip
+        update_rows,
+        threads.cost_bounds(np.concatenate([[0], np.cumsum(cost)])),
+        optimizer,
+        parameters,
+        group.rows,
+        plan.rows,
+        plan.starts,
+        flat_gradient,
+        plan.gradient_offsets,
+        plan.factors,
+        hot,
+        hot_starts,
+        partial,
+        group.dim,
+    )

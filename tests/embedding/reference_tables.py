@@ -55,7 +55,12 @@ class ReferenceBagCollection:
                 gradients.append(reference.id_gradients(part, jagged.offsets(), mean, jagged.weights_or_none()))
             distinct, summed = reference.sum_by_row(torch.cat(rows), torch.cat(gradients))
             reference.update(
-                CODES[self.optimizer.name], parameters, self.weights[config.name], self.state[config.name], distinct, summed
+                CODES[self.optimizer.name],
+                parameters,
+                self.weights[config.name],
+                self.state[config.name],
+                distinct,
+                summed,
             )
 
     def assert_equal(self, host: HostEmbeddingBagCollection) -> None:

@@ -213,7 +213,9 @@ def test_learning_rate_schedulers_drive_the_updates() -> None:
 def test_wrong_ids_can_stand_for_a_row(policy: str, stands_for: list[int]) -> None:
     def collection() -> HostEmbeddingBagCollection:
         config = EmbeddingBagConfig(5, 3, "t", feature_names=["f"])
-        return HostEmbeddingBagCollection([config], optimizer=SGD, invalid_ids=policy, fallback_row=2 * (policy != "modulo"))
+        return HostEmbeddingBagCollection(
+            [config], optimizer=SGD, invalid_ids=policy, fallback_row=2 * (policy != "modulo")
+        )
 
     wrong, right = collection(), collection()
     lengths = torch.tensor([1, 1, 1])
@@ -243,7 +245,9 @@ def test_errors_of_misuse() -> None:
 def test_an_empty_batch() -> None:
     host, _ = bag_pair()
     keys = ["item", "user", "tag", "friend"]
-    empty = KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int64), stride=0)
+    empty = KeyedJaggedTensor(
+        keys, torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int64), stride=0
+    )
     output = host(empty).values()
     assert output.shape == (0, 24)
     output.sum().backward()
@@ -258,11 +262,15 @@ def test_state_dict_goes_both_ways_and_reports_what_does_not_fit() -> None:
     assert list(host.state_dict()) == list(plain.state_dict())
     state = dict(plain.state_dict())
     state["embedding_bags.products.weight"] = torch.zeros(7, 9)
-    with pytest.raises(RuntimeError, match=r"size mismatch for embedding_bags.products.weight: \(7, 9\) given, \(7, 8\) here"):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for embedding_bags.products.weight: \(7, 9\) given, \(7, 8\) here"
+    ):
         host.load_state_dict(state)
     del state["embedding_bags.products.weight"]
     state["embedding_bags.more.weight"] = torch.zeros(1)
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*products.weight.*Unexpected key.*more.weight|Unexpected.*Missing"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Missing key.*products.weight.*Unexpected key.*more.weight|Unexpected.*Missing"
+    ):
         host.load_state_dict(state)
 
 

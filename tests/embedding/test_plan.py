@@ -95,7 +95,12 @@ def test_a_wrong_id_is_named_with_table_feature_sample_and_value(wrong: int, thr
 
 @pytest.mark.parametrize(
     ("offsets", "message"),
-    [([0, 2, 1, 3], "malformed"), ([0, 1, 2, 9], "malformed"), ([1, 1, 2, 3], "malformed"), ([-1, 1, 2, 3], "malformed")],
+    [
+        ([0, 2, 1, 3], "malformed"),
+        ([0, 1, 2, 9], "malformed"),
+        ([1, 1, 2, 3], "malformed"),
+        ([-1, 1, 2, 3], "malformed"),
+    ],
 )
 def test_malformed_offsets_are_refused_before_anything_is_read(offsets: list[int], message: str) -> None:
     batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2, 3]), offsets=torch.tensor(offsets), stride=3)
@@ -105,7 +110,7 @@ def test_malformed_offsets_are_refused_before_anything_is_read(offsets: list[int
 
 def test_ids_must_be_integers_and_weights_must_be_there() -> None:
     batch = KeyedJaggedTensor(["f"], torch.tensor([1.0, 2.0]), lengths=torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match="ids must be integers, not torch.float32"):
+    with pytest.raises(ValueError, match=r"ids must be integers, not torch\.float32"):
         Ids.of(batch, weighted=False)
     with pytest.raises(ValueError, match="has no weights"):
         Ids.of(KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1])), weighted=True)

@@ -12,13 +12,17 @@ from recsys_offload.embedding.store import HostTables
 from recsys_offload.embedding.threads import KernelThreads
 
 
-def make_tables(configs: list[EmbeddingBagConfig], optimizer: str = "sgd", seed: int = 0, threads: int = 2) -> HostTables:
+def make_tables(
+    configs: list[EmbeddingBagConfig], optimizer: str = "sgd", seed: int = 0, threads: int = 2
+) -> HostTables:
     return HostTables(configs, SparseOptimizerSettings(name=optimizer), seed, KernelThreads(threads), pin=False)
 
 
 def test_initial_values_depend_on_seed_and_name_only() -> None:
     def weight(names: list[str], seed: int, threads: int) -> torch.Tensor:
-        return make_tables([EmbeddingBagConfig(1001, 7, name) for name in names], seed=seed, threads=threads).weight("a")
+        return make_tables([EmbeddingBagConfig(1001, 7, name) for name in names], seed=seed, threads=threads).weight(
+            "a"
+        )
 
     expected = weight(["a"], 3, 1)
     assert torch.equal(weight(["b", "a"], 3, 5), expected)

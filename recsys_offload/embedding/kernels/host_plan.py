@@ -52,7 +52,7 @@ def _number_rows(
             if id_ < 0:
                 return -1 - position
             row = base + id_
-            number = np.int64(last_number[row])
+            number = last_number[row]
             if number >= distinct or rows[first + number] != row:
                 number = distinct
                 last_number[row] = number
@@ -88,18 +88,30 @@ def plan_tables(
     factors: Any,
     distinct: Any,
 ) -> int:
-    """Plans tables ``[first_table, last_table)``; each writes its own part of the outputs, ``rows`` and ``starts`` with gaps.
+    """Plans tables ``[first_table, last_table)``; each writes its own part of the outputs.
 
-    Ids are numbered feature by feature: those of feature f are ``feature_ids[f]`` to ``feature_ids[f + 1]``.
+    Ids are numbered feature by feature: those of feature f are ``feature_ids[f]`` to ``feature_ids[f + 1]``. A table's
+    part of ``rows`` and ``starts`` begins at the number of its first id, which leaves gaps between the tables.
     ``output_columns`` is the width of the pooled output, or 0 where every id has its own output row.
 
     Returns -1, or the position of an invalid id.
     """
     for table in range(first_table, last_table):
         number = _number_rows(
-            table, features, table_starts, feature_ids, values, offsets, batch_size, policy, fallback, last_number,
-            rows, starts, inverse,
-        )  # fmt: skip
+            table,
+            features,
+            table_starts,
+            feature_ids,
+            values,
+            offsets,
+            batch_size,
+            policy,
+            fallback,
+            last_number,
+            rows,
+            starts,
+            inverse,
+        )
         if number < 0:
             return -1 - number
         distinct[table] = number
