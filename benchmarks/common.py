@@ -18,6 +18,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "torchrec", "numba", "numpy", "pyarrow")
+THREADING_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY")
 
 
 def alternate(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -60,6 +61,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
+        "environment": {name: os.environ[name] for name in THREADING_VARIABLES if name in os.environ},
     }
 
 

@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     folder = click_log_folder(options.rows, options.examples)
     schema = replace(SCHEMAS["criteo-kaggle"], cardinalities=(options.rows,) * SPARSE_COLUMNS)
     settings = DataSettings(**data_settings(schema, str(folder / "*.parquet")))
-    encoding = Encoding.fit(settings, 0)
+    encoding = Encoding.fit(settings)
     tables = [
         EmbeddingBagConfig(name=name, embedding_dim=options.dim, num_embeddings=options.rows, feature_names=[name])
         for name in SPARSE_NAMES
