@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,12 @@ class TrainSettings(Settings):
     steps: int | None = Field(None, ge=1, description="Steps to train at most, whatever epochs says.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the dense tower runs; auto: on the GPU where there is one."
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="Threads of the dense tower on a CPU; null: torch's default, one per core. One is fastest for "
+        "small models, above all where other programs run.",
     )
     gradient_clipping: float | None = Field(
         None, gt=0.0, description="The largest norm of the dense tower's gradient; larger ones are scaled down to it."
@@ -138,23 +144,20 @@ def dump(config: Config) -> str:
 
 
 def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """The dotted settings in which ``old`` and ``new`` differ, each with its two values."""
-    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
-    return {
-        key: (before.get(key), after.get(key))
-        for key in {**before, **after}
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
-    }
+    """The dotted settings in which ``old`` and ``new`` differ, each with its two values; None where it is not set.
+
+    The order of the features counts, for it is the order in the model.
+    """
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    return dict(_differences(before, after, ""))
 
 
-_ABSENT = object()
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if old.keys() == new.keys() and list(old) != list(new):
+        yield f"{prefix.removesuffix('.')} (order)", (list(old), list(new))
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) or isinstance(after, dict):
+            yield from _differences(before or {}, after or {}, f"{prefix}{key}.")
+        elif before != after:
+            yield f"{prefix}{key}", (before, after)

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
+    # TorchRec's models use a function that torch has renamed, which is nothing the user could act on.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         with RunFolder(load_config(arguments)) as run:
             console.print(f"Run folder: {run.path}", highlight=False, markup=False, soft_wrap=True)

@@ -71,6 +71,8 @@ class Trainer:
         self.console = console
         self.device = choose_device(config.train.device)
         make_repeatable(config.run.seed, config.train.deterministic)
+        if config.train.threads is not None:
+            torch.set_num_threads(config.train.threads)
         checkpoint = latest_checkpoint(run.checkpoints)
         if checkpoint is None:
             self.encoding = Encoding.fit(config.data)

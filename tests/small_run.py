@@ -49,7 +49,7 @@ def settings(folder: Path, **sections: Any) -> dict[str, Any]:
         "model": {"name": "dlrm", "embedding_dim": 8, "dense_layers": [16], "over_layers": [16]},
         "embedding": {"optimizer": {"name": "rowwise_adagrad", "learning_rate": 0.05}, "threads": 2},
         "dense_optimizer": {"name": "adam", "learning_rate": 0.005},
-        "train": {"batch_size": 64, "epochs": 3, "device": "cpu"},
+        "train": {"batch_size": 64, "epochs": 3, "device": "cpu", "threads": 1},
         "logging": {"interval_steps": 5, "plain_interval_seconds": 0.0, "tensorboard": False},
     }
     return _merge(tree, sections)

@@ -55,6 +55,13 @@ def test_changes_name_the_dotted_settings(tmp_path: Path) -> None:
     assert changes(old, old) == {}
 
 
+def test_the_order_of_features_is_a_change(tmp_path: Path) -> None:
+    old = load_config([str(write_settings(tmp_path))])
+    tree = old.model_dump(mode="json")
+    tree["data"]["sparse"] = dict(reversed(tree["data"]["sparse"].items()))
+    assert changes(old, Config(**tree)) == {"data.sparse (order)": (["user", "item", "tags"], ["tags", "item", "user"])}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -26,10 +26,8 @@ from tests.small_run import write_data, write_settings
 
 
 @pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """For matrices this small, threads that wait for each other cost far more than they save."""
+def _keep_torch_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
