@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_offload.embedding.config import InvalidIds, SparseOptimizerSettings
 from recsys_offload.embedding.kernels.host_lookup import weight_gradients
 from recsys_offload.embedding.optimizers import CODES, InBackwardOptimizer, update_parameters
+from recsys_offload.embedding.output import OutputBuffers, RowMajor
 from recsys_offload.embedding.plan import (
     POLICIES,
     GroupFeatures,
@@ -73,7 +74,7 @@ class _Lookup(torch.autograd.Function):
                 "Tables updated in the backward pass take one backward per forward."
             )
         ctx.used = True
-        arrays = [gradient.float().contiguous().numpy() for gradient in gradients]
+        arrays = [RowMajor.of(gradient) for gradient in gradients]
         weight_gradient = None
         if ctx.needs_input_grad[1]:
             weight_gradient = ctx.collection._weight_gradient(ctx.request, arrays)
@@ -96,7 +97,7 @@ class HostCollection(nn.Module):
         tables: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
         *,
         optimizer: SparseOptimizerSettings,
-        output_columns: int,
+        pooled: bool,
         invalid_ids: InvalidIds,
         fallback_row: int,
         seed: int,
@@ -115,13 +116,14 @@ class HostCollection(nn.Module):
         self._device = torch.device("cpu") if device is None else device
         self._threads = KernelThreads(threads)
         self._optimizer_settings = optimizer
-        self._output_columns = output_columns
+        self._pooled = pooled
         self._invalid_ids, self._fallback_row = invalid_ids, fallback_row
         self.tables = HostTables(self._configs, optimizer, seed, self._threads, pin=self._device.type == "cuda")
         # An input that requires a gradient, so that autograd calls the backward pass.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.optimizer = InBackwardOptimizer(optimizer, self._anchor)
         self._features: dict[tuple[str, ...], list[GroupFeatures]] = {}
+        self._outputs = OutputBuffers()
         self._compiled_forward = self._compiled_backward = False
 
     @property
@@ -168,7 +170,7 @@ class HostCollection(nn.Module):
                     group,
                     features,
                     request.ids,
-                    self._output_columns,
+                    self._pooled,
                     self._invalid_ids,
                     self._fallback_row,
                     self._threads,
@@ -182,11 +184,11 @@ class HostCollection(nn.Module):
     def _read(self, request: Request) -> list[Tensor]:
         raise NotImplementedError
 
-    def _group_gradients(self, gradients: list[np.ndarray]) -> list[np.ndarray]:
+    def _group_gradients(self, gradients: list[RowMajor]) -> list[RowMajor]:
         """For each group, the gradient of the output that its features wrote to."""
         raise NotImplementedError
 
-    def _weight_gradient(self, request: Request, gradients: list[np.ndarray]) -> Tensor:
+    def _weight_gradient(self, request: Request, gradients: list[RowMajor]) -> Tensor:
         """The gradient of the per-id weights, float32 ``[N]``, before the rows are updated."""
         ids = request.ids
         result = np.zeros(len(ids.values), np.float32)
@@ -205,12 +207,13 @@ class HostCollection(nn.Module):
                 ids.batch_size,
                 POLICIES[self._invalid_ids],
                 self._fallback_row,
-                gradient,
+                gradient.flat,
+                gradient.row_stride,
                 result,
             )
         return torch.from_numpy(result)
 
-    def _update(self, request: Request, gradients: list[np.ndarray]) -> None:
+    def _update(self, request: Request, gradients: list[RowMajor]) -> None:
         """Updates every row that the batch used."""
         self.tables.step += 1
         settings = self._optimizer_settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -12,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from recsys_offload.embedding.collection import HostCollection, Request
 from recsys_offload.embedding.config import InvalidIds, SparseOptimizerSettings
 from recsys_offload.embedding.kernels.host_lookup import lookup_pooled, lookup_rows
+from recsys_offload.embedding.output import RowMajor
 from recsys_offload.embedding.plan import POLICIES, feature_ids, raise_if_invalid
 
 
@@ -54,7 +54,7 @@ class HostEmbeddingBagCollection(HostCollection):
         super().__init__(
             tables,
             optimizer=optimizer,
-            output_columns=sum(self._lengths),
+            pooled=True,
             invalid_ids=invalid_ids,
             fallback_row=fallback_row,
             seed=seed,
@@ -82,7 +82,7 @@ class HostEmbeddingBagCollection(HostCollection):
 
     def _read(self, request: Request) -> list[Tensor]:
         ids = request.ids
-        output = torch.empty(ids.batch_size, self._output_columns)
+        output = self._outputs.take(ids.batch_size, sum(self._lengths))
         bounds = self._threads.even_bounds(ids.batch_size)
         for group, features in zip(self.tables.groups, request.features, strict=True):
             failures = self._threads.run(
@@ -102,7 +102,7 @@ class HostEmbeddingBagCollection(HostCollection):
             raise_if_invalid(failures, features, ids)
         return [output]
 
-    def _group_gradients(self, gradients: list[np.ndarray]) -> list[np.ndarray]:
+    def _group_gradients(self, gradients: list[RowMajor]) -> list[RowMajor]:
         return gradients * len(self.tables.groups)
 
 
@@ -130,7 +130,7 @@ class HostEmbeddingCollection(HostCollection):
         super().__init__(
             tables,
             optimizer=optimizer,
-            output_columns=0,
+            pooled=False,
             invalid_ids=invalid_ids,
             fallback_row=fallback_row,
             seed=seed,
@@ -163,7 +163,7 @@ class HostEmbeddingCollection(HostCollection):
         outputs = []
         for group, features in zip(self.tables.groups, request.features, strict=True):
             first_id = feature_ids(features, ids)
-            output = torch.empty(int(first_id[-1]), group.dim)
+            output = self._outputs.take(int(first_id[-1]), group.dim)
             failures = self._threads.run(
                 lookup_rows,
                 bounds,
@@ -182,7 +182,7 @@ class HostEmbeddingCollection(HostCollection):
             outputs.append(output)
         return outputs
 
-    def _group_gradients(self, gradients: list[np.ndarray]) -> list[np.ndarray]:
+    def _group_gradients(self, gradients: list[RowMajor]) -> list[RowMajor]:
         return gradients
 
 

@@ -53,7 +53,7 @@ class GroupFeatures:
         """Args:
             group: the group whose tables the features read.
             configs: of all tables.
-            first_columns: table -> first column of its first feature's vector in the pooled output.
+            first_columns: table -> first column of its first feature's vector in the output.
             keys: of the batch's KeyedJaggedTensor.
 
         Raises:
@@ -162,7 +162,9 @@ class Plan:
         inverse: int32 ``[N]``: for every id, the position of its row in ``rows``.
         starts: int32 ``[n + 1]`` and
         order: int32 ``[N]``: the compressed form: row i occurs as ids ``order[starts[i] : starts[i + 1]]``, in order.
-        gradient_offsets: int64 ``[N]``: for every entry of ``order``, where its gradient starts in the output's.
+        gradient_rows: int32 ``[N]`` and
+        gradient_columns: int32 ``[N]``: for every entry of ``order``, the row of the output, and the first column in
+            it, where its gradient lies.
         factors: float32 ``[N]``: for every entry of ``order``, what its gradient is multiplied by; ``[0]`` if by 1.
     """
 
@@ -170,7 +172,8 @@ class Plan:
     inverse: np.ndarray
     starts: np.ndarray
     order: np.ndarray
-    gradient_offsets: np.ndarray
+    gradient_rows: np.ndarray
+    gradient_columns: np.ndarray
     factors: np.ndarray
 
 
@@ -188,7 +191,7 @@ def make_plan(
     group: TableGroup,
     features: GroupFeatures,
     ids: Ids,
-    output_columns: int,
+    pooled: bool,
     invalid_ids: InvalidIds,
     fallback_row: int,
     threads: KernelThreads,
@@ -199,7 +202,7 @@ def make_plan(
         group: the tables.
         features: that read them.
         ids: of the batch.
-        output_columns: width of the pooled output; 0 where every id gets its own row of the output.
+        pooled: whether the output has a row per sample, or one per id.
         invalid_ids: what an id outside its table means.
         fallback_row: the row for such ids, with ``invalid_ids="fallback"``.
         threads: that do the work, table by table.
@@ -210,7 +213,7 @@ def make_plan(
     first_id = feature_ids(features, ids)
     count = int(first_id[-1])
     inverse, order = np.empty(count, np.int32), np.empty(count, np.int32)
-    gradient_offsets = np.empty(count, np.int64)
+    gradient_rows, gradient_columns = np.empty(count, np.int32), np.empty(count, np.int32)
     factors = np.empty(count if ids.weights.size or features.any_mean else 0, np.float32)
     gapped_rows, gapped_starts = np.empty(count, np.int64), np.empty(count, np.int32)
     tables = len(features.table_starts) - 1
@@ -227,8 +230,7 @@ def make_plan(
         ids.offsets,
         ids.weights,
         ids.batch_size,
-        output_columns,
-        group.dim,
+        pooled,
         POLICIES[invalid_ids],
         fallback_row,
         group.last_number,
@@ -236,7 +238,8 @@ def make_plan(
         gapped_starts,
         inverse,
         order,
-        gradient_offsets,
+        gradient_rows,
+        gradient_columns,
         factors,
         distinct,
     )
@@ -256,7 +259,7 @@ def make_plan(
         starts,
         inverse,
     )
-    return Plan(rows, inverse, starts, order, gradient_offsets, factors)
+    return Plan(rows, inverse, starts, order, gradient_rows, gradient_columns, factors)
 
 
 def raise_if_invalid(failures: Sequence[int], features: GroupFeatures, ids: Ids) -> None:

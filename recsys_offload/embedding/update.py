@@ -6,6 +6,7 @@ import numpy as np
 
 from recsys_offload.embedding.kernels import layout
 from recsys_offload.embedding.kernels.host_update import sum_chunks, update_rows
+from recsys_offload.embedding.output import RowMajor
 from recsys_offload.embedding.plan import Plan
 from recsys_offload.embedding.store import TableGroup
 from recsys_offload.embedding.threads import KernelThreads
@@ -15,19 +16,18 @@ ROW_COST = 3
 
 
 def update(
-    group: TableGroup, plan: Plan, gradient: np.ndarray, optimizer: int, parameters: np.ndarray, threads: KernelThreads
+    group: TableGroup, plan: Plan, gradient: RowMajor, optimizer: int, parameters: np.ndarray, threads: KernelThreads
 ) -> None:
     """Sums the gradients of each of the plan's rows and applies the optimizer to it.
 
     Args:
         group: the tables to update.
         plan: of the batch, made for this group.
-        gradient: float32, contiguous: the gradient of the lookup's output.
+        gradient: of the lookup's output.
         optimizer: one of the codes of ``kernels/layout.py``.
         parameters: float32, see ``kernels/layout.py``.
         threads: that do the work; the result does not depend on how many there are.
     """
-    flat_gradient = gradient.reshape(-1)
     occurrences = np.diff(plan.starts)
     hot = np.flatnonzero(occurrences > layout.CHUNK)
     chunks = -(-occurrences[hot] // layout.CHUNK)
@@ -40,8 +40,10 @@ def update(
         threads.run(
             sum_chunks,
             threads.even_bounds(len(partial)),
-            flat_gradient,
-            plan.gradient_offsets,
+            gradient.flat,
+            gradient.row_stride,
+            plan.gradient_rows,
+            plan.gradient_columns,
             plan.factors,
             chunk_begin,
             chunk_end,
@@ -57,8 +59,10 @@ def update(
         group.rows,
         plan.rows,
         plan.starts,
-        flat_gradient,
-        plan.gradient_offsets,
+        gradient.flat,
+        gradient.row_stride,
+        plan.gradient_rows,
+        plan.gradient_columns,
         plan.factors,
         hot,
         hot_starts,

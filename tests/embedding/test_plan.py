@@ -23,7 +23,7 @@ def plan_batch(
     columns = {config.name: index * group.dim for index, config in enumerate(configs)}
     features = GroupFeatures.describe(group, configs, columns, batch.keys())
     ids = Ids.of(batch, weighted=False)
-    return make_plan(group, features, ids, group.dim * len(configs), "error", 0, threads), features, ids
+    return make_plan(group, features, ids, True, "error", 0, threads), features, ids
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,7 +64,8 @@ def test_every_id_is_planned_once_in_batch_order(
             assert np.array_equal(occurrences, np.flatnonzero(rows == row))
         samples = np.concatenate([np.repeat(np.arange(batch_size), lengths[index]) for index in range(len(configs))])
         columns = np.concatenate([np.full(len(ids), index * 2) for index, ids in enumerate(values)])
-        assert np.array_equal(plan.gradient_offsets, (samples * 2 * len(configs) + columns)[plan.order])
+        assert np.array_equal(plan.gradient_rows, samples[plan.order])
+        assert np.array_equal(plan.gradient_columns, columns[plan.order])
 
 
 def test_a_table_read_by_two_features_lists_a_shared_row_once() -> None:

@@ -170,9 +170,10 @@ def weight_gradients(
     policy: int,
     fallback: int,
     gradient: Any,
+    row_stride: int,
     output: Any,
 ) -> None:
-    """Adds to ``output[id]`` the dot product of the id's row with the gradient ``[B, D]`` of its bag."""
+    """Adds to ``output[id]`` the dot product of the id's row with its bag's gradient, at ``sample * row_stride``."""
     lanes = np.empty(LANES, np.float32)
     for feature in range(features.shape[0]):
         first_bag = features[feature, KEY] * batch_size
@@ -183,7 +184,7 @@ def weight_gradients(
                 row = base + valid_id(values[position], size, policy, fallback)
                 lanes[:] = np.float32(0)
                 for d in range(dim):
-                    lanes[d % LANES] += rows[row, d] * gradient[sample, column + d]
+                    lanes[d % LANES] += rows[row, d] * gradient[sample * row_stride + column + d]
                 product = sum_lanes(lanes)
                 if features[feature, MEAN]:
                     product = product / np.float32(end - begin)

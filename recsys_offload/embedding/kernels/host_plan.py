@@ -75,8 +75,7 @@ def plan_tables(
     offsets: Any,
     weights: Any,
     batch_size: int,
-    output_columns: int,
-    dim: int,
+    pooled: bool,
     policy: int,
     fallback: int,
     last_number: Any,
@@ -84,7 +83,8 @@ def plan_tables(
     starts: Any,
     inverse: Any,
     order: Any,
-    gradient_offsets: Any,
+    gradient_rows: Any,
+    gradient_columns: Any,
     factors: Any,
     distinct: Any,
 ) -> int:
@@ -92,7 +92,7 @@ def plan_tables(
 
     Ids are numbered feature by feature: those of feature f are ``feature_ids[f]`` to ``feature_ids[f + 1]``. A table's
     part of ``rows`` and ``starts`` begins at the number of its first id, which leaves gaps between the tables.
-    ``output_columns`` is the width of the pooled output, or 0 where every id has its own output row.
+    Where ``pooled``, an id's gradient lies in the output's row of its sample, else in a row of its own.
 
     Returns -1, or the position of an invalid id.
     """
@@ -133,10 +133,8 @@ def plan_tables(
                     place = starts[slot]
                     starts[slot] = place + 1
                     order[place] = position + shift
-                    if output_columns > 0:
-                        gradient_offsets[place] = sample * output_columns + column
-                    else:
-                        gradient_offsets[place] = (position + shift) * dim
+                    gradient_rows[place] = sample if pooled else position + shift
+                    gradient_columns[place] = column if pooled else 0
                     if factors.shape[0] > 0:
                         factor = weights[position] if weights.shape[0] > 0 else np.float32(1)
                         if features[feature, MEAN]:

@@ -32,16 +32,30 @@ GRADIENTS_AHEAD = 8
 
 @kernel
 def _sum_gradients(
-    gradient: Any, offsets: Any, factors: Any, begin: int, end: int, fetch_end: int, dim: int, total: Any
+    gradient: Any,
+    row_stride: int,
+    gradient_rows: Any,
+    gradient_columns: Any,
+    factors: Any,
+    begin: int,
+    end: int,
+    fetch_end: int,
+    dim: int,
+    total: Any,
 ) -> None:
-    """``total = sum of gradient[offsets[i] : offsets[i] + dim] * factors[i]`` for i in ``[begin, end)``, in order."""
+    """``total`` = the sum of occurrences ``[begin, end)``, each times its factor, in order.
+
+    Occurrence i's gradient starts at element ``gradient_rows[i] * row_stride + gradient_columns[i]`` of ``gradient``.
+    """
     scaled = factors.shape[0] > 0
     for index in range(begin, end):
         if index + GRADIENTS_AHEAD < fetch_end:
-            ahead = offsets[index + GRADIENTS_AHEAD]
+            following = index + GRADIENTS_AHEAD
+            ahead = np.int64(gradient_rows[following]) * row_stride + gradient_columns[following]
             for column in range(0, dim, FLOATS_PER_LINE):
                 prefetch(gradient, ahead + column)
-        source = gradient[offsets[index] : offsets[index] + dim]
+        first = np.int64(gradient_rows[index]) * row_stride + gradient_columns[index]
+        source = gradient[first : first + dim]
         if scaled:
             factor = factors[index]
             if index == begin:
@@ -60,13 +74,33 @@ def _sum_gradients(
 
 @kernel
 def sum_chunks(
-    first: int, last: int, gradient: Any, offsets: Any, factors: Any, chunk_begin: Any, chunk_end: Any, partial: Any
+    first: int,
+    last: int,
+    gradient: Any,
+    row_stride: int,
+    gradient_rows: Any,
+    gradient_columns: Any,
+    factors: Any,
+    chunk_begin: Any,
+    chunk_end: Any,
+    partial: Any,
 ) -> None:
     """Sums chunks ``[first, last)`` of the hot rows into ``partial`` ``[chunks, dim]``."""
     dim = partial.shape[1]
     for chunk in range(first, last):
         end = chunk_end[chunk]
-        _sum_gradients(gradient, offsets, factors, chunk_begin[chunk], end, end, dim, partial[chunk])
+        _sum_gradients(
+            gradient,
+            row_stride,
+            gradient_rows,
+            gradient_columns,
+            factors,
+            chunk_begin[chunk],
+            end,
+            end,
+            dim,
+            partial[chunk],
+        )
 
 
 @kernel
@@ -125,7 +159,9 @@ def update_rows(
     distinct: Any,
     starts: Any,
     gradient: Any,
-    offsets: Any,
+    row_stride: int,
+    gradient_rows: Any,
+    gradient_columns: Any,
     factors: Any,
     hot: Any,
     hot_starts: Any,
@@ -158,7 +194,18 @@ def update_rows(
                     total[d] = partial[chunk, d] if chunk == hot_starts[next_hot] else total[d] + partial[chunk, d]
             next_hot += 1
         else:
-            _sum_gradients(gradient, offsets, factors, starts[index], starts[index + 1], fetch_end, dim, total)
+            _sum_gradients(
+                gradient,
+                row_stride,
+                gradient_rows,
+                gradient_columns,
+                factors,
+                starts[index],
+                starts[index + 1],
+                fetch_end,
+                dim,
+                total,
+            )
         record = rows[distinct[index]]
         if weight_decay != np.float32(0):
             for d in range(dim):
