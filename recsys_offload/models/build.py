@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys_offload.data import DataSettings
 from recsys_offload.embedding import EmbeddingSettings, HostEmbeddingBagCollection
 from recsys_offload.models.config import ModelSettings
+from recsys_offload.models.sparse_arch import DirectSparseArch
 
 
 def table_configs(data: DataSettings, embedding_dim: int) -> list[EmbeddingBagConfig]:
@@ -81,12 +82,15 @@ def build_model(
 def _dense_part(settings: ModelSettings, collection: HostEmbeddingBagCollection, dense_features: int) -> nn.Module:
     dense_layers = [*settings.dense_layers, settings.embedding_dim]
     over_layers = [*settings.over_layers, 1]
-    if settings.name == "dlrm":
-        return DLRM(collection, dense_features, dense_layers, over_layers)
-    if settings.name == "dlrm_dcn":
-        return DLRM_DCN(
-            collection, dense_features, dense_layers, over_layers, settings.cross_layers, settings.cross_rank
-        )
+    if settings.name in ("dlrm", "dlrm_dcn"):
+        if settings.name == "dlrm":
+            dlrm = DLRM(collection, dense_features, dense_layers, over_layers)
+        else:
+            dlrm = DLRM_DCN(
+                collection, dense_features, dense_layers, over_layers, settings.cross_layers, settings.cross_rank
+            )
+        dlrm.sparse_arch = DirectSparseArch(collection)
+        return dlrm
     if len(settings.dense_layers) != 1:
         raise ValueError(f"model.dense_layers: deepfm takes exactly one hidden layer, not {settings.dense_layers}")
     model = SimpleDeepFMNN(dense_features, collection, settings.dense_layers[0], settings.deep_fm_dim)
