@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from common import alternate, median_ratio, write_report
 from rich.console import Console
 from rich.table import Table
 
-from common import alternate, median_ratio, write_report
 from recsys_offload.data import DataSettings, Encoding, ParquetBatches
 from recsys_offload.data.click_log import ClickLog
 from recsys_offload.data.criteo import DENSE_NAMES, LABEL, SCHEMAS, SPARSE_NAMES
@@ -87,8 +87,15 @@ def main() -> None:
         },
         options.rounds,
     )
-    table = Table("contender", "M rows/s", "of the ceiling", title=f"{options.rows:,} rows, batches of {options.batch_size}")
-    figures: dict[str, Any] = {"rows": options.rows, "null_rate": options.null_rate, "batch_size": options.batch_size, "contenders": {}}
+    table = Table(
+        "contender", "M rows/s", "of the ceiling", title=f"{options.rows:,} rows, batches of {options.batch_size}"
+    )
+    figures: dict[str, Any] = {
+        "rows": options.rows,
+        "null_rate": options.null_rate,
+        "batch_size": options.batch_size,
+        "contenders": {},
+    }
     for name, times in seconds.items():
         rate, share = options.rows / statistics.median(times), 1 / median_ratio(times, seconds[CEILING])
         table.add_row(name, f"{rate / 1e6:.2f}", f"{share:.0%}")
