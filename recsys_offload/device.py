@@ -34,5 +34,6 @@ def make_repeatable(seed: int, deterministic: bool) -> None:
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it only serves to find bugs, and costs time
+        # Filling fresh memory only serves to find bugs, and costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic)

@@ -156,7 +156,10 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.config.train.gradient_clipping)
         for optimizer in self.optimizers.values():
             optimizer.step()
-        rates = {f"{name}_learning_rate": scheduler.get_last_lr()[0] for name, scheduler in self.schedulers.items()}
+        rates = {
+            f"{name.partition('.')[0]}_learning_rate": float(scheduler.get_last_lr()[0])
+            for name, scheduler in self.schedulers.items()
+        }
         for scheduler in self.schedulers.values():
             scheduler.step()
         self._count(len(batch), loss_value, rates)
