@@ -25,9 +25,8 @@ from recsys_offload.embedding.kernels.layout import (
 )
 from recsys_offload.embedding.kernels.numba_support import FLOATS_PER_LINE, kernel, prefetch
 
-PREFETCH_DISTANCE = 12
-# Samples are pooled block by block: the lines of the output, whose rows lie far apart, stay in the cache until full.
-SAMPLES_PER_BLOCK = 32
+PREFETCH_DISTANCE = 32
+BAGS_AHEAD = 48
 
 
 @kernel
@@ -71,40 +70,38 @@ def lookup_pooled(
     zeros. ``weights`` is empty, or holds one factor per id. Returns -1, or the position of an invalid id.
     """
     weighted = weights.shape[0] > 0
-    for block in range(first_sample, last_sample, SAMPLES_PER_BLOCK):
-        block_end = min(block + SAMPLES_PER_BLOCK, last_sample)
+    samples_ahead = 1 + BAGS_AHEAD // max(1, features.shape[0])
+    # Sample by sample, so that the output is written from end to end; the rows, which lie anywhere, are prefetched.
+    for sample in range(first_sample, last_sample):
         for feature in range(features.shape[0]):
-            first_bag = features[feature, KEY] * batch_size
-            base, size, column = features[feature, BASE], features[feature, SIZE], features[feature, COLUMN]
-            fetch_begin, fetch_end = offsets[first_bag + block], offsets[first_bag + block_end]
-            for position in range(fetch_begin, min(fetch_begin + PREFETCH_DISTANCE, fetch_end)):
-                if 0 <= values[position] < size:
-                    _prefetch_weights(rows, base + values[position], dim)
-            for sample in range(block, block_end):
-                begin, end = offsets[first_bag + sample], offsets[first_bag + sample + 1]
-                target = output[sample, column : column + dim]
-                if begin == end:
-                    target[:] = np.float32(0)
-                for position in range(begin, end):
-                    if position + PREFETCH_DISTANCE < fetch_end:
-                        ahead = values[position + PREFETCH_DISTANCE]
-                        if 0 <= ahead < size:
-                            _prefetch_weights(rows, base + ahead, dim)
-                    id_ = valid_id(values[position], size, policy, fallback)
-                    if id_ < 0:
-                        return position
-                    source = rows[base + id_]
-                    factor = weights[position] if weighted else np.float32(1)
-                    if position == begin:
-                        for d in range(dim):
-                            target[d] = source[d] * factor
-                    else:
-                        for d in range(dim):
-                            target[d] += source[d] * factor
-                if features[feature, MEAN] and end - begin > 1:
-                    count = np.float32(end - begin)
+            bag = features[feature, KEY] * batch_size + sample
+            base, size = features[feature, BASE], features[feature, SIZE]
+            if sample + samples_ahead < last_sample:
+                for position in range(offsets[bag + samples_ahead], offsets[bag + samples_ahead + 1]):
+                    ahead = values[position]
+                    if 0 <= ahead < size:
+                        _prefetch_weights(rows, base + ahead, dim)
+            begin, end = offsets[bag], offsets[bag + 1]
+            column = features[feature, COLUMN]
+            target = output[sample, column : column + dim]
+            if begin == end:
+                target[:] = np.float32(0)
+            for position in range(begin, end):
+                id_ = valid_id(values[position], size, policy, fallback)
+                if id_ < 0:
+                    return position
+                source = rows[base + id_]
+                factor = weights[position] if weighted else np.float32(1)
+                if position == begin:
                     for d in range(dim):
-                        target[d] = target[d] / count
+                        target[d] = source[d] * factor
+                else:
+                    for d in range(dim):
+                        target[d] += source[d] * factor
+            if features[feature, MEAN] and end - begin > 1:
+                count = np.float32(end - begin)
+                for d in range(dim):
+                    target[d] = target[d] / count
     return -1
 
 

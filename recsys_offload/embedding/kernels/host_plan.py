@@ -10,7 +10,7 @@ from recsys_offload.embedding.kernels.host_lookup import valid_id
 from recsys_offload.embedding.kernels.layout import BASE, COLUMN, KEY, MEAN, SIZE
 from recsys_offload.embedding.kernels.numba_support import kernel, prefetch_write
 
-PREFETCH_DISTANCE = 24
+PREFETCH_DISTANCE = 48
 
 
 @kernel

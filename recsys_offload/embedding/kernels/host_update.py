@@ -26,8 +26,8 @@ from recsys_offload.embedding.kernels.layout import (
 )
 from recsys_offload.embedding.kernels.numba_support import FLOATS_PER_LINE, kernel, prefetch, prefetch_write
 
-ROWS_AHEAD = 6
-GRADIENTS_AHEAD = 8
+ROWS_AHEAD = 16
+GRADIENTS_AHEAD = 24
 
 
 @kernel
