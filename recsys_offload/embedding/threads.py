@@ -1,16 +1,19 @@
-"""Threads for kernels that release the GIL: a range of work is cut in parts, one per thread."""
+"""Threads for kernels that release the GIL: a range of work is cut in parts, which the threads take as they come."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
 Result = TypeVar("Result")
+
+# More parts than threads, so that a thread which starts late or is held up leaves its work to the others.
+PARTS_PER_THREAD = 4
 
 
 def available_threads() -> int:
@@ -26,23 +29,34 @@ class KernelThreads:
         count: how many threads; by default one per core that this process may use.
         """
         self.count = available_threads() if count is None else count
+        self._parts = 1 if self.count == 1 else self.count * PARTS_PER_THREAD
         self._pool = ThreadPoolExecutor(self.count - 1, "embedding") if self.count > 1 else None
 
     def run(self, kernel: Callable[..., Result], bounds: Sequence[int], *arguments: object) -> list[Result]:
         """Calls ``kernel(first, last, *arguments)`` for each pair of neighbours in ``bounds`` and waits for all.
 
-        Returns the results in the order of the parts. An empty part is not called.
+        Returns the results, in no particular order. An empty part is not called.
         """
-        parts = [(first, last) for first, last in pairwise(bounds) if first < last]
-        if self._pool is None or len(parts) < 2:
+        parts = iter([(first, last) for first, last in pairwise(bounds) if first < last])
+
+        def work() -> list[Result]:
+            # Taking the next part is one operation under the GIL.
             return [kernel(first, last, *arguments) for first, last in parts]
-        pending = [self._pool.submit(kernel, first, last, *arguments) for first, last in parts[1:]]
-        results = [kernel(*parts[0], *arguments)]
-        return results + [future.result() for future in pending]
+
+        if self._pool is None:
+            return work()
+        helpers = [self._pool.submit(work) for _ in range(self.count - 1)]
+        try:
+            results = work()
+        finally:
+            wait(helpers)  # they use the arguments, which the caller may free after an error
+        for helper in helpers:
+            results += helper.result()
+        return results
 
     def even_bounds(self, length: int) -> list[int]:
         """Bounds that cut ``length`` items in parts of nearly equal size."""
-        return [length * part // self.count for part in range(self.count + 1)]
+        return [length * part // self._parts for part in range(self._parts + 1)]
 
     def cost_bounds(self, cumulative_cost: np.ndarray) -> list[int]:
         """Bounds that cut items in parts of nearly equal cost.
@@ -51,6 +65,6 @@ class KernelThreads:
             cumulative_cost: ``[items + 1]``, rising from its first value: the cost of all items before each.
         """
         start, stop = int(cumulative_cost[0]), int(cumulative_cost[-1])
-        targets = start + (stop - start) * np.arange(1, self.count) // self.count
+        targets = start + (stop - start) * np.arange(1, self._parts) // self._parts
         inner = np.searchsorted(cumulative_cost, targets)
         return [0, *inner.tolist(), len(cumulative_cost) - 1]
