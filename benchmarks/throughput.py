@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import recsys_offload  # noqa: F401 - first: it sets how OpenMP's idle threads wait, which torch reads when it is loaded
+
+# isort: split
 import torch
 import torchrec
 from common import RESULTS, alternate, median_ratio, write_report
@@ -185,6 +188,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         return run
 
+    def collection_block(name: str) -> Callable[[], None]:
+        collection = contenders[name].model.sparse_arch.embedding_bag_collection
+        gradient = torch.randn(options.batch_size, SPARSE_COLUMNS * options.dim).mul_(0.01)
+
+        def run() -> None:
+            for _ in range(BLOCK_STEPS):
+                collection(next(stream).sparse).values().backward(gradient)
+
+        return run
+
     def read_block() -> None:
         for _ in range(BLOCK_STEPS):
             next(stream)
@@ -194,6 +207,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         seconds = alternate({name: block(name) for name in contenders}, rounds)
         # By itself, at the pace it has when nothing else runs.
         reading = alternate({"reading": read_block}, rounds, warmup=2)["reading"]
+        alone = alternate({name: collection_block(name) for name in (OURS, FUSED)}, rounds, warmup=2)
     finally:
         stream.close()
         reader.close()
@@ -215,6 +229,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "skew": 1.05,
         "threads": torch.get_num_threads(),
         "reading_alone_ms_per_batch": read_ms,
+        "collections_alone_ms": {name: 1e3 * statistics.median(times) / BLOCK_STEPS for name, times in alone.items()},
+        "collections_alone_fused_over_ours": median_ratio(alone[FUSED], alone[OURS]),
         "contenders": results,
     }
 
@@ -239,11 +255,16 @@ def show(figures: dict[str, Any]) -> None:
             f"{result['table_bytes'] / 2**20:,.0f} MiB",
             f"{result['last_losses']:.4f}",
         )
+    alone = figures["collections_alone_ms"]
     console = Console(width=None if Console().is_terminal else 130)
     console.print(table)
     console.print(
         f"Medians over rounds of {BLOCK_STEPS} steps; tax and ratios are medians of ratios within a round. Reading is "
         f"part of every step; by itself it takes {figures['reading_alone_ms_per_batch']:.2f} ms per batch."
+    )
+    console.print(
+        f"The collections alone, forward and backward with the update: ours {alone[OURS]:.1f} ms, TorchRec's fused "
+        f"{alone[FUSED]:.1f} ms, {figures['collections_alone_fused_over_ours']:.2f}x."
     )
 
 

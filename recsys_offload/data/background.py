@@ -59,6 +59,9 @@ class BackgroundIterator(Generic[Item]):
             except queue.Empty:
                 continue
         self._thread.join()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(_End(None))  # for a thread that waits for the next item
 
     def __del__(self) -> None:
         self._stop.set()
@@ -70,7 +73,8 @@ def _run(source: Iterator[Item], target: queue.Queue[Item | _End], stop: threadi
         for item in source:
             if not _put(item, target, stop):
                 break
-    except BaseException as raised:  # noqa: BLE001 - handed to the consumer, whatever it is
+            del item  # or it would stay in memory while the next one is made
+    except BaseException as raised:  # handed to the consumer, whatever it is
         error = raised
     finally:
         close = getattr(source, "close", None)

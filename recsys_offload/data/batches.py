@@ -26,6 +26,13 @@ Position = tuple[int, int]
 """Where a batch begins: the place in the epoch's order of the first row group of its buffer, and a row in that."""
 
 
+def _buffer(gathered: list[Block], order: np.ndarray | None) -> Block:
+    """The gathered rows, in ``order`` where there is one; empties the list."""
+    joined = concatenate(gathered)
+    gathered.clear()
+    return joined if order is None else permute(joined, order)
+
+
 class ParquetBatches:
     """Iterates over the batches of one part; each ``for`` loop is one epoch.
 
@@ -181,11 +188,9 @@ class ParquetBatches:
                 rows += len(block)
                 if rows < wanted and place + 1 < len(slices):
                     continue
-                buffer = concatenate(gathered)
-                gathered = []
-                if wanted and rows:
-                    buffer = permute(buffer, self._random(epoch, 1, start).permutation(rows))
-                yield start, place + 1, buffer
+                order = self._random(epoch, 1, start).permutation(rows) if wanted else None
+                # No name is kept for the buffer, which would hold its memory while the next one is made.
+                yield start, place + 1, _buffer(gathered, order)
                 rows, start = 0, place + 1
         finally:
             blocks.close()  # type: ignore[attr-defined]
@@ -197,7 +202,10 @@ class ParquetBatches:
         gathered = 0
         id_buffer = IdBuffer(IDS_PER_BUFFER)
         following: Position = position
-        buffers = self._buffers(epoch, first_group)
+        buffers: Iterator[tuple[int, int, Block]] = self._buffers(epoch, first_group)
+        if self._shuffle:
+            # A buffer takes far longer to fill and permute than a batch to train on.
+            buffers = BackgroundIterator(buffers, 1, "shuffle")
         try:
             for start, next_start, buffer in buffers:
                 while row < len(buffer):

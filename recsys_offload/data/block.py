@@ -25,10 +25,9 @@ class Block:
     Attributes:
         dense: float32 ``[rows, F]``.
         sparse: the ids of each feature.
-        labels: float32 ``[rows]``, or ``[0]`` without a label.
+        labels: float32 ``[rows]``, or ``[0]`` if not read.
         weights: float32 ``[rows]``, or None.
-        sources: int64 ``[rows]``: where each row came from, ``FILE_STRIDE`` times its file's place in ``paths`` plus its
-            row in that file.
+        sources: int64 ``[rows]``: ``FILE_STRIDE`` times the place of a row's file in ``paths``, plus its row in that file.
         paths: names of the files.
     """
 
@@ -158,7 +157,9 @@ def make_batch(pieces: Sequence[Piece], keys: list[str], id_buffer: IdBuffer) ->
     first = pieces[0]
     weights = None
     if first.block.weights is not None:
-        weights = _rows([piece.block.weights[piece.first : piece.last] for piece in pieces if piece.block.weights is not None])
+        weights = _rows(
+            [piece.block.weights[piece.first : piece.last] for piece in pieces if piece.block.weights is not None]
+        )
     return Batch(
         dense=_rows([piece.block.dense[piece.first : piece.last] for piece in pieces]),
         sparse=_make_ids(pieces, keys, rows, id_buffer),
@@ -191,9 +192,7 @@ def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int, id_buffer: Id
             bag += piece.last - piece.first
             sources.append(bags.values[first:last])
             if weighted:
-                weights.append(
-                    np.ones(last - first, np.float32) if bags.weights is None else bags.weights[first:last]
-                )
+                weights.append(np.ones(last - first, np.float32) if bags.weights is None else bags.weights[first:last])
     values = id_buffer.take(sum(len(source) for source in sources))
     if sources:
         np.concatenate(sources, out=values)

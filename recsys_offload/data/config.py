@@ -118,7 +118,7 @@ class ShuffleSettings(Settings):
     files: bool = Field(True, description="Shuffle the files.")
     row_groups: bool = Field(True, description="Shuffle the row groups, within a file or over all with files.")
     buffer_rows: int = Field(
-        1_000_000,
+        200_000,
         ge=0,
         description="Row groups are gathered until they hold this many rows, which are then permuted; 0 keeps them.",
     )

@@ -65,7 +65,9 @@ def _numeric(array: pa.Array, column: str, purpose: str, group: RowGroup) -> pa.
     """
     kind = array.type
     if _is_list(kind):
-        raise ValueError(f"{group.path}: column {column!r} is {kind}, but {purpose} needs one number per row, not a list")
+        raise ValueError(
+            f"{group.path}: column {column!r} is {kind}, but {purpose} needs one number per row, not a list"
+        )
     if pa.types.is_boolean(kind):
         return array.cast(pa.uint8())
     if pa.types.is_float16(kind):
@@ -112,7 +114,9 @@ def dense_matrix(
         validity = np.empty(0, np.uint8) if bitmap is None else np.frombuffer(bitmap, np.uint8)
         mean, deviation = moments.get(name, (0.0, 1.0))
         transform = TRANSFORMS[feature.transform]
-        columns.append((_raw_values(array), validity, array.offset, transform, mean, 1.0 / deviation, feature.fill, column))
+        columns.append(
+            (_raw_values(array), validity, array.offset, transform, mean, 1.0 / deviation, feature.fill, column)
+        )
     for first in range(0, rows, ROWS_PER_BLOCK):
         last = min(first + ROWS_PER_BLOCK, rows)
         for index, (values, validity, bit, transform, mean, scale, fill, column) in enumerate(columns):
@@ -160,7 +164,8 @@ def sample_weights(table: pa.Table, column: str, group: RowGroup) -> np.ndarray:
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise ValueError(
-            f"sample_weight column {column!r}: {array[row]} in {_where(group, row)}; a weight is finite and not negative"
+            f"sample_weight column {column!r}: {array[row]} in {_where(group, row)}; a weight is finite and not "
+            "negative"
         )
     return values
 
@@ -191,10 +196,12 @@ def flat_ids(table: pa.Table, name: str, feature: SparseColumn, group: RowGroup)
     """All values of a sparse feature, those in lists too, without nulls and as plain values."""
     values, _ = _flatten(one_array(table[feature.column or name]), keep_null_lists=False)
     values = _plain(values).drop_null()
-    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type) or pa.types.is_integer(values.type)):
+    if not (
+        pa.types.is_string(values.type) or pa.types.is_large_string(values.type) or pa.types.is_integer(values.type)
+    ):
         raise ValueError(
-            f"{group.path}: column {feature.column or name!r} is {table[feature.column or name].type}, but a vocabulary "
-            "is made of strings or integers"
+            f"{group.path}: column {feature.column or name!r} is {values.type}, but a vocabulary is made of strings or "
+            "integers"
         )
     return values
 
@@ -212,7 +219,9 @@ def _encode(values: pa.Array, column: str, feature: SparseColumn, vocabulary: pa
             )
         ids = values.to_numpy()
         if ids.dtype == np.uint64 and len(ids) and int(ids.max()) > np.iinfo(np.int64).max:
-            raise ValueError(f"column {column!r}: id {int(ids.max())} does not fit in 64 bits with a sign; hash the column")
+            raise ValueError(
+                f"column {column!r}: id {int(ids.max())} does not fit in 64 bits with a sign; hash the column"
+            )
         return ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int64)
     if feature.encoding == "hash":
         try:
@@ -241,7 +250,7 @@ def bags(
     values, offsets = _flatten(array, keep_null_lists=feature.nulls != "skip")
     weights = None
     if feature.weights is not None:
-        weights = _id_weights(one_array(table[feature.weights]), feature, column, array, len(values), group)
+        weights = _id_weights(one_array(table[feature.weights]), feature, column, array, group)
     try:
         if not values.null_count:
             return Bags(_encode(values, column, feature, vocabulary, seed), offsets, weights)
@@ -257,27 +266,28 @@ def bags(
     return Bags(encoded, kept if offsets is None else kept[offsets], None if weights is None else weights[valid])
 
 
-def _id_weights(
-    array: pa.Array, feature: SparseColumn, column: str, ids: pa.Array, count: int, group: RowGroup
-) -> np.ndarray:
-    """A weight for each id, float32 ``[count]``."""
+def _id_weights(array: pa.Array, feature: SparseColumn, column: str, ids: pa.Array, group: RowGroup) -> np.ndarray:
+    """A weight for each id, float32 ``[ids]``."""
     values, offsets = _flatten(array, keep_null_lists=feature.nulls != "skip")
     if _is_list(array.type) != _is_list(ids.type):
         raise ValueError(
-            f"{group.path}: weights column {feature.weights!r} is {array.type}, but its ids {column!r} are {ids.type}; both "
-            "must be lists, or neither"
+            f"{group.path}: weights column {feature.weights!r} is {array.type}, but its ids {column!r} are {ids.type}; "
+            "both must be lists, or neither"
         )
-    if offsets is not None:
-        wanted = _flatten(ids, keep_null_lists=feature.nulls != "skip")[1]
-        different = np.flatnonzero(np.diff(offsets) != np.diff(wanted))
+    flat_ids, id_offsets = _flatten(ids, keep_null_lists=feature.nulls != "skip")
+    if offsets is not None and id_offsets is not None:
+        lengths, wanted = np.diff(offsets), np.diff(id_offsets)
+        different = np.flatnonzero(lengths != wanted)
         if different.size:
             row = int(different[0])
             raise ValueError(
-                f"weights column {feature.weights!r}: {np.diff(offsets)[row]} weights for {np.diff(wanted)[row]} ids of "
-                f"column {column!r} in {_where(group, row)}"
+                f"weights column {feature.weights!r}: {lengths[row]} weights for {wanted[row]} ids of column "
+                f"{column!r} in {_where(group, row)}"
             )
-    numbers = _numeric(values, str(feature.weights), "the weight of an id", group).fill_null(0)
-    weights = numbers.to_numpy(zero_copy_only=False).astype(np.float32)
-    if len(weights) != count or not np.isfinite(weights).all():
+    numbers = _numeric(values, str(feature.weights), "the weight of an id", group)
+    # A null that stands for a row has no weight of its own.
+    filled = pc.if_else(flat_ids.is_null(), pc.fill_null(numbers, 1), numbers)
+    weights = filled.to_numpy(zero_copy_only=False).astype(np.float32)
+    if not np.isfinite(weights).all():
         raise ValueError(f"{group.path}: weights column {feature.weights!r} must hold one finite number for each id")
     return weights

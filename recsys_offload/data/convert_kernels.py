@@ -54,11 +54,9 @@ def fill_dense_column(
             continue
         if transform == LOG1P:
             size = abs(value)
-            if size < log1p_table.shape[0] and size == math.floor(size):
-                size = log1p_table[np.int64(size)]
-            else:
-                size = math.log1p(size)
-            value = size if value >= 0 else -size
+            tabled = size < log1p_table.shape[0] and size == math.floor(size)
+            logarithm = log1p_table[np.int64(size)] if tabled else np.log1p(size)
+            value = logarithm if value >= 0 else -logarithm
         elif transform == STANDARDIZE:
             value = (value - mean) * scale
         result = np.float32(value)

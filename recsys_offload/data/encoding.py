@@ -75,7 +75,7 @@ class Encoding:
                 _add_moments(totals[name], dense_values(table, name, settings.dense[name], group))
             for name in with_vocabulary:
                 counts[name].append(pc.value_counts(flat_ids(table, name, settings.sparse[name], group)))
-        rows = {part: int(sizes[index]) for index, part in enumerate(PARTS) if sizes[index]}
+        rows: dict[str, int] = {part: int(sizes[index]) for index, part in enumerate(PARTS) if sizes[index]}
         for part, paths in (("validation", settings.validation), ("test", settings.test)):
             if paths:
                 rows[part] = open_files(paths, wanted_columns(settings)).rows

@@ -62,7 +62,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         elif path.exists():
             here = [path]
         else:
-            here = sorted(Path(match) for match in glob.glob(text, recursive=True))
+            here = sorted(Path(match) for match in glob.glob(text, recursive=True))  # noqa: PTH207 - may be absolute
         if not here:
             kind = "the directory holds no *.parquet file" if path.is_dir() else "no such file, directory or match"
             raise FileNotFoundError(f"data path {text!r}: {kind} (looked from {Path.cwd()})")
@@ -155,4 +155,6 @@ def read_row_group(group: RowGroup, columns: Sequence[str]) -> pa.Table:
         with pq.ParquetFile(group.path, memory_map=True) as file:
             return file.read_row_group(group.index, columns=list(columns), use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{group.path}, row group {group.index}: cannot be read, the file is damaged: {error}") from error
+        raise ValueError(
+            f"{group.path}, row group {group.index}: cannot be read, the file is damaged: {error}"
+        ) from error

@@ -63,7 +63,12 @@ def hash_array(values: pa.Array, seed: int) -> np.ndarray:
             values = values.cast(pa.int64())
         hash_integers(values.to_numpy(zero_copy_only=False).view(np.int64), np.uint64(seed), output)
         return output
-    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+    if (
+        pa.types.is_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_large_binary(kind)
+    ):
         binary = values.cast(pa.large_binary())
         _, offset_buffer, data_buffer = binary.buffers()
         offsets = np.frombuffer(offset_buffer, np.int64)[binary.offset : binary.offset + len(binary) + 1]

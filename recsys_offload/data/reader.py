@@ -34,7 +34,9 @@ class RowGroupDecoder:
         self._settings = settings
         self._encoding = encoding
         self._require_label = require_label
-        own_files = part == "all" or (part == "validation" and settings.validation) or (part == "test" and settings.test)
+        own_files = (
+            part == "all" or (part == "validation" and settings.validation) or (part == "test" and settings.test)
+        )
         self._split = None if own_files else settings.split
         self._part = PARTS.index(part) if self._split is not None else None
         self._wanted = wanted_columns(settings, require_label)
@@ -98,5 +100,3 @@ def decode_ahead(
             del block  # or the next result is waited for with this one still in memory
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-

@@ -65,7 +65,10 @@ def boundary(value: str | int | float, kind: pa.DataType, name: str) -> float:
 
 
 def parts_of_rows(
-    split: HashSplit | ColumnSplit | TimeSplit, group: RowGroup, table: pa.Table | None, times: tuple[float, float] | None
+    split: HashSplit | ColumnSplit | TimeSplit,
+    group: RowGroup,
+    table: pa.Table | None,
+    times: tuple[float, float] | None,
 ) -> np.ndarray:
     """The part of each row of a row group, int8 ``[rows]``: TRAIN, VALIDATION, TEST, or NONE.
 
@@ -102,5 +105,7 @@ def _is_one_of(column: pa.ChunkedArray, values: list[Any], name: str) -> np.ndar
     try:
         wanted = pa.array(values).cast(column.type)
     except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"split values {values}: column {name!r} is {column.type}, give values of that type") from error
+        raise ValueError(
+            f"split values {values}: column {name!r} is {column.type}, give values of that type"
+        ) from error
     return pc.is_in(column, wanted).to_numpy()
