@@ -27,7 +27,7 @@ class Block:
         sparse: the ids of each feature.
         labels: float32 ``[rows]``, or ``[0]`` if not read.
         weights: float32 ``[rows]``, or None.
-        sources: int64 ``[rows]``: ``FILE_STRIDE`` times the place of a row's file in ``paths``, plus its row in that file.
+        sources: int64 ``[rows]``: ``FILE_STRIDE`` times the place of a row's file in ``paths``, plus its row there.
         paths: names of the files.
     """
 
