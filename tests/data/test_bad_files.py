@@ -141,7 +141,7 @@ def test_files_of_different_schemas(tmp_path: Path) -> None:
 
 
 def test_an_empty_part(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the validation part is empty: check data.split"):
+    with pytest.raises(ValueError, match=r"the validation part is empty: check data\.split"):
         read(tmp_path, GOOD, part="validation")
     split = {"by": "column", "column": "name", "train": ["nobody"]}
     with pytest.raises(ValueError, match="the training part is empty"):
