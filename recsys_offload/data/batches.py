@@ -11,16 +11,17 @@ import numpy as np
 
 from recsys_offload.data.background import BackgroundIterator
 from recsys_offload.data.batch import Batch
-from recsys_offload.data.block import Block, IdBuffer, Piece, concatenate, make_batch, permute
+from recsys_offload.data.block import Block, Piece, concatenate, make_batch, permute
 from recsys_offload.data.config import DataSettings, Part
 from recsys_offload.data.encoding import Encoding
 from recsys_offload.data.files import FileSet, RowGroup, open_files
 from recsys_offload.data.reader import RowGroupDecoder, Slice, decode_ahead
+from recsys_offload.reused_memory import ReusedMemory
 
 # Batches that wait, ready, for the consumer.
 BATCHES_AHEAD = 4
-# 16 MiB of ids: enough for several batches of most data sets, and for huge pages.
-IDS_PER_BUFFER = 2 * 2**20
+# Those, one that is being made, and the last few, which the consumer may still hold.
+BATCHES_IN_USE = BATCHES_AHEAD + 4
 
 Position = tuple[int, int]
 """Where a batch begins: the place in the epoch's order of the first row group of its buffer, and a row in that."""
@@ -200,7 +201,7 @@ class ParquetBatches:
         first_group, row = position
         pieces: list[Piece] = []
         gathered = 0
-        id_buffer = IdBuffer(IDS_PER_BUFFER)
+        id_memory = ReusedMemory(np.int64, BATCHES_IN_USE)
         following: Position = position
         buffers: Iterator[tuple[int, int, Block]] = self._buffers(epoch, first_group)
         if self._shuffle:
@@ -215,10 +216,10 @@ class ParquetBatches:
                     row = last
                     following = (start, row) if row < len(buffer) else (next_start, 0)
                     if gathered == self._batch_size:
-                        yield make_batch(pieces, self._keys, id_buffer), following
+                        yield make_batch(pieces, self._keys, id_memory), following
                         pieces, gathered = [], 0
                 row = 0
             if pieces and not self._drop_last:
-                yield make_batch(pieces, self._keys, id_buffer), following
+                yield make_batch(pieces, self._keys, id_memory), following
         finally:
             buffers.close()  # type: ignore[attr-defined]

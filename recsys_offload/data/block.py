@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_offload.data.batch import Batch
 from recsys_offload.data.convert import Bags
 from recsys_offload.data.convert_kernels import take, take_bags, take_rows
+from recsys_offload.reused_memory import ReusedMemory
 
 FILE_STRIDE = 2**40
 
@@ -129,29 +130,7 @@ class Piece:
     last: int
 
 
-class IdBuffer:
-    """Memory for the ids of several batches at a time.
-
-    A batch's ids alone are too few for NumPy to ask for huge pages, and the page faults of a fresh small buffer cost
-    more than the copy into it. A buffer is given back when the last batch in it is.
-    """
-
-    def __init__(self, size: int) -> None:
-        """Args:
-        size: ids per buffer.
-        """
-        self._size = size
-        self._free = np.empty(0, np.int64)
-
-    def take(self, count: int) -> np.ndarray:
-        """Room for ``count`` ids, int64 ``[count]``, uninitialised."""
-        if count > len(self._free):
-            self._free = np.empty(max(self._size, count), np.int64)
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-
-def make_batch(pieces: Sequence[Piece], keys: list[str], id_buffer: IdBuffer) -> Batch:
+def make_batch(pieces: Sequence[Piece], keys: list[str], id_memory: ReusedMemory) -> Batch:
     """A batch of the rows of the pieces, in their order."""
     rows = sum(piece.last - piece.first for piece in pieces)
     first = pieces[0]
@@ -162,7 +141,7 @@ def make_batch(pieces: Sequence[Piece], keys: list[str], id_buffer: IdBuffer) ->
         )
     return Batch(
         dense=_rows([piece.block.dense[piece.first : piece.last] for piece in pieces]),
-        sparse=_make_ids(pieces, keys, rows, id_buffer),
+        sparse=_make_ids(pieces, keys, rows, id_memory),
         labels=_rows([piece.block.labels[piece.first : piece.last] for piece in pieces]),
         weights=weights,
         origin=first.block.origin(first.first),
@@ -173,7 +152,7 @@ def _rows(parts: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
-def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int, id_buffer: IdBuffer) -> KeyedJaggedTensor:
+def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int, id_memory: ReusedMemory) -> KeyedJaggedTensor:
     sources: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     weighted = any(bags.weights is not None for bags in pieces[0].block.sparse)
@@ -193,7 +172,7 @@ def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int, id_buffer: Id
             sources.append(bags.values[first:last])
             if weighted:
                 weights.append(np.ones(last - first, np.float32) if bags.weights is None else bags.weights[first:last])
-    values = id_buffer.take(sum(len(source) for source in sources))
+    values = id_memory.take(sum(len(source) for source in sources))
     if sources:
         np.concatenate(sources, out=values)
     if lengths_array is None:

@@ -15,9 +15,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_offload.embedding.config import InvalidIds, SparseOptimizerSettings
+from recsys_offload.embedding.gradient import RowMajor
 from recsys_offload.embedding.kernels.host_lookup import weight_gradients
 from recsys_offload.embedding.optimizers import CODES, InBackwardOptimizer, update_parameters
-from recsys_offload.embedding.output import OutputBuffers, RowMajor
 from recsys_offload.embedding.plan import (
     POLICIES,
     GroupFeatures,
@@ -28,10 +28,13 @@ from recsys_offload.embedding.plan import (
 from recsys_offload.embedding.store import HostTables
 from recsys_offload.embedding.threads import KernelThreads
 from recsys_offload.embedding.update import update
+from recsys_offload.reused_memory import ReusedMemory
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BEFORE_COMPILE_NOTICE = 1.0
+# Outputs whose memory is used again: one may still be read while another is written.
+OUTPUTS_KEPT = 2
 
 
 @contextmanager
@@ -123,7 +126,7 @@ class HostCollection(nn.Module):
         self._anchor = torch.zeros(0, requires_grad=True)
         self.optimizer = InBackwardOptimizer(optimizer, self._anchor)
         self._features: dict[tuple[str, ...], list[GroupFeatures]] = {}
-        self._outputs = OutputBuffers()
+        self._output_memory = ReusedMemory(np.float32, OUTPUTS_KEPT)
         self._compiled_forward = self._compiled_backward = False
 
     @property

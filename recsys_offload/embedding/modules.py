@@ -10,8 +10,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recsys_offload.embedding.collection import HostCollection, Request
 from recsys_offload.embedding.config import InvalidIds, SparseOptimizerSettings
+from recsys_offload.embedding.gradient import RowMajor
 from recsys_offload.embedding.kernels.host_lookup import lookup_pooled, lookup_rows
-from recsys_offload.embedding.output import RowMajor
 from recsys_offload.embedding.plan import POLICIES, feature_ids, raise_if_invalid
 
 
@@ -82,7 +82,7 @@ class HostEmbeddingBagCollection(HostCollection):
 
     def _read(self, request: Request) -> list[Tensor]:
         ids = request.ids
-        output = self._outputs.take(ids.batch_size, sum(self._lengths))
+        output = torch.from_numpy(self._output_memory.take(ids.batch_size, sum(self._lengths)))
         bounds = self._threads.even_bounds(ids.batch_size)
         for group, features in zip(self.tables.groups, request.features, strict=True):
             failures = self._threads.run(
@@ -163,7 +163,7 @@ class HostEmbeddingCollection(HostCollection):
         outputs = []
         for group, features in zip(self.tables.groups, request.features, strict=True):
             first_id = feature_ids(features, ids)
-            output = self._outputs.take(int(first_id[-1]), group.dim)
+            output = torch.from_numpy(self._output_memory.take(int(first_id[-1]), group.dim))
             failures = self._threads.run(
                 lookup_rows,
                 bounds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TypeVar
 
@@ -49,10 +49,12 @@ class KernelThreads:
         try:
             results = work()
         finally:
-            wait(helpers)  # they use the arguments, which the caller may free after an error
-        for helper in helpers:
-            results += helper.result()
-        return results
+            # Also after an error: they use the arguments, which the caller may then free.
+            errors = [helper.exception() for helper in helpers]
+        for error in errors:
+            if error is not None:
+                raise error
+        return sum((helper.result() for helper in helpers), results)
 
     def even_bounds(self, length: int) -> list[int]:
         """Bounds that cut ``length`` items in parts of nearly equal size."""

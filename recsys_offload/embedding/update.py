@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from recsys_offload.embedding.gradient import RowMajor
 from recsys_offload.embedding.kernels import layout
 from recsys_offload.embedding.kernels.host_update import sum_chunks, update_rows
-from recsys_offload.embedding.output import RowMajor
 from recsys_offload.embedding.plan import Plan
 from recsys_offload.embedding.store import TableGroup
 from recsys_offload.embedding.threads import KernelThreads
