@@ -14,7 +14,8 @@ class Batch:
     """One batch of B examples.
 
     Attributes:
-        dense: float32 ``[B, F]``, transformed and free of nulls; F may be 0.
+        dense: float32 ``[B, F]``, transformed and free of nulls; F may be 0. It is a view of decoded columns, so its
+            memory runs down the columns.
         sparse: a ``KeyedJaggedTensor`` of int64 ids, its keys in the order of the settings, B bags per key.
         labels: float32 ``[B]``; empty (``[0]``) where the data has no label column.
         weights: float32 ``[B]`` sample weights, or None.

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_offload.data.batch import Batch
 from recsys_offload.data.convert import Bags
-from recsys_offload.data.convert_kernels import take, take_bags, take_rows
+from recsys_offload.data.convert_kernels import take, take_bags
 from recsys_offload.reused_memory import ReusedMemory
 
 FILE_STRIDE = 2**40
@@ -24,7 +24,7 @@ class Block:
     """Converted rows.
 
     Attributes:
-        dense: float32 ``[rows, F]``.
+        dense: float32 ``[F, rows]``.
         sparse: the ids of each feature.
         labels: float32 ``[rows]``, or ``[0]`` if not read.
         weights: float32 ``[rows]``, or None.
@@ -40,7 +40,7 @@ class Block:
     paths: list[str]
 
     def __len__(self) -> int:
-        return len(self.dense)
+        return len(self.sources)
 
     def origin(self, row: int) -> str:
         """Where a row came from."""
@@ -70,7 +70,8 @@ def _permute_bags(bags: Bags, order: np.ndarray) -> Bags:
 def permute(block: Block, order: np.ndarray) -> Block:
     """The block's rows in another order."""
     dense = np.empty_like(block.dense)
-    take_rows(block.dense, order, dense)
+    for column, target in zip(block.dense, dense, strict=True):
+        take(column, order, target)
     sources = np.empty_like(block.sources)
     take(block.sources, order, sources)
     return Block(
@@ -106,7 +107,7 @@ def concatenate(blocks: Sequence[Block]) -> Block:
         sources.append(block.sources + len(paths) * FILE_STRIDE)
         paths += block.paths
     return Block(
-        np.concatenate([block.dense for block in blocks]),
+        np.concatenate([block.dense for block in blocks], axis=1),
         [_joined_bags([block.sparse[i] for block in blocks], rows) for i in range(len(blocks[0].sparse))],
         np.concatenate([block.labels for block in blocks]),
         None if blocks[0].weights is None else np.concatenate([block.weights for block in blocks]),
@@ -140,7 +141,7 @@ def make_batch(pieces: Sequence[Piece], keys: list[str], id_memory: ReusedMemory
             [piece.block.weights[piece.first : piece.last] for piece in pieces if piece.block.weights is not None]
         )
     return Batch(
-        dense=_rows([piece.block.dense[piece.first : piece.last] for piece in pieces]),
+        dense=_rows([piece.block.dense[:, piece.first : piece.last] for piece in pieces]).t(),
         sparse=_make_ids(pieces, keys, rows, id_memory),
         labels=_rows([piece.block.labels[piece.first : piece.last] for piece in pieces]),
         weights=weights,
@@ -149,7 +150,7 @@ def make_batch(pieces: Sequence[Piece], keys: list[str], id_memory: ReusedMemory
 
 
 def _rows(parts: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
 
 
 def _make_ids(pieces: Sequence[Piece], keys: list[str], rows: int, id_memory: ReusedMemory) -> KeyedJaggedTensor:

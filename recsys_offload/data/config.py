@@ -142,9 +142,9 @@ class DataSettings(Settings):
     )
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings, description="The order of the training rows.")
     hash_seed: int = Field(0, ge=0, description="Seed of the hash of strings and integers.")
-    read_ahead: int = Field(2, ge=1, description="Row groups read ahead.")
+    read_ahead: int = Field(3, ge=1, description="Row groups read ahead; memory holds as many.")
     threads: int | None = Field(
-        None, ge=1, description="Threads that decode row groups; by default one per core, at most read_ahead."
+        None, ge=1, description="Row groups decoded at a time; by default one per core, at most read_ahead."
     )
 
     _paths_as_lists = field_validator("train", "validation", "test", mode="before")(

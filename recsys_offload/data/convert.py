@@ -21,8 +21,6 @@ from recsys_offload.data.files import RowGroup
 from recsys_offload.data.hashing import hash_array
 
 TRANSFORMS = {"none": IDENTITY, "log1p": LOG1P, "standardize": STANDARDIZE}
-# Rows converted column by column before the next ones: their part of the matrix stays in the cache.
-ROWS_PER_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -96,41 +94,32 @@ def dense_values(table: pa.Table, name: str, feature: DenseColumn, group: RowGro
     return values[~np.isnan(values)]
 
 
-def dense_matrix(
+def dense_columns(
     table: pa.Table, features: dict[str, DenseColumn], moments: dict[str, tuple[float, float]], group: RowGroup
 ) -> np.ndarray:
-    """The dense features of a row group, transformed, float32 ``[rows, features]``.
+    """The dense features of a row group, transformed, float32 ``[features, rows]``.
 
     Raises:
         ValueError: a column is not numeric, or has an infinite value.
     """
-    rows = table.num_rows
-    output = np.empty((rows, len(features)), np.float32)
-    columns = []
-    for name, feature in features.items():
+    output = np.empty((len(features), table.num_rows), np.float32)
+    for target, (name, feature) in zip(output, features.items(), strict=True):
         column = feature.column or name
         array = _numeric(one_array(table[column]), column, "a dense feature", group)
+        values, transform = _raw_values(array), TRANSFORMS[feature.transform]
         bitmap = array.buffers()[0] if array.null_count else None
+        if transform == IDENTITY and bitmap is None and copy_dense_column(values, target):
+            continue
         validity = np.empty(0, np.uint8) if bitmap is None else np.frombuffer(bitmap, np.uint8)
         mean, deviation = moments.get(name, (0.0, 1.0))
-        transform = TRANSFORMS[feature.transform]
-        columns.append(
-            (_raw_values(array), validity, array.offset, transform, mean, 1.0 / deviation, feature.fill, column)
+        bad = fill_dense_column(
+            values, validity, array.offset, transform, mean, 1.0 / deviation, feature.fill, LOG1P_TABLE, target
         )
-    for first in range(0, rows, ROWS_PER_BLOCK):
-        last = min(first + ROWS_PER_BLOCK, rows)
-        for index, (values, validity, bit, transform, mean, scale, fill, column) in enumerate(columns):
-            plain = transform == IDENTITY and not len(validity)
-            if plain and copy_dense_column(values, first, last, output[:, index]):
-                continue
-            bad = fill_dense_column(
-                values, validity, bit, first, last, transform, mean, scale, fill, LOG1P_TABLE, output[:, index]
+        if bad >= 0:
+            raise ValueError(
+                f"column {column!r}: {values[bad]} in {_where(group, bad)} has no finite float32 value after its "
+                "transform; mend it, or make it null to have it filled"
             )
-            if bad >= 0:
-                raise ValueError(
-                    f"column {column!r}: {values[bad]} in {_where(group, bad)} has no finite float32 value after its "
-                    "transform; mend it, or make it null to have it filled"
-                )
     return output
 
 

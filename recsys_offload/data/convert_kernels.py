@@ -14,10 +14,10 @@ LOG1P_TABLE = np.log1p(np.arange(4096, dtype=np.float64))
 
 
 @numba.njit(nogil=True, cache=True)
-def copy_dense_column(values: Any, first: int, last: int, output: Any) -> bool:
-    """Writes rows ``[first, last)`` as they are; False if one of them is not finite."""
+def copy_dense_column(values: Any, output: Any) -> bool:
+    """Writes a column as it is, float32; False if a value is not finite."""
     finite = True
-    for row in range(first, last):
+    for row in range(len(output)):
         result = np.float32(values[row])
         output[row] = result
         finite &= result - result == np.float32(0)
@@ -29,8 +29,6 @@ def fill_dense_column(
     values: Any,
     validity: Any,
     first_bit: int,
-    first: int,
-    last: int,
     transform: int,
     mean: float,
     scale: float,
@@ -38,11 +36,11 @@ def fill_dense_column(
     log1p_table: Any,
     output: Any,
 ) -> int:
-    """Writes rows ``[first, last)`` of a column to ``output`` ``[rows]``, strided float32.
+    """Writes a column, transformed, to ``output`` float32 ``[rows]``.
 
     ``validity`` is Arrow's bitmap from ``first_bit`` on, or empty. Returns -1, or the row of an infinite value.
     """
-    for row in range(first, last):
+    for row in range(len(output)):
         if validity.shape[0] > 0:
             bit = first_bit + row
             if not (validity[bit >> 3] >> np.uint8(bit & 7)) & np.uint8(1):
@@ -71,15 +69,6 @@ def take(values: Any, order: Any, output: Any) -> None:
     """``output[i] = values[order[i]]`` for vectors."""
     for index in range(len(order)):
         output[index] = values[order[index]]
-
-
-@numba.njit(nogil=True, cache=True)
-def take_rows(values: Any, order: Any, output: Any) -> None:
-    """``output[i] = values[order[i]]`` for the rows of a matrix."""
-    for index in range(len(order)):
-        source = order[index]
-        for column in range(values.shape[1]):
-            output[index, column] = values[source, column]
 
 
 @numba.njit(nogil=True, cache=True)

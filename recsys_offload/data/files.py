@@ -146,14 +146,14 @@ def open_files(paths: Sequence[str], wanted: Sequence[str]) -> FileSet:
 
 
 def read_row_group(group: RowGroup, columns: Sequence[str]) -> pa.Table:
-    """Decodes columns of a row group, on the calling thread only.
+    """Decodes columns of a row group, on Arrow's threads.
 
     Raises:
         ValueError: the file is damaged.
     """
     try:
         with pq.ParquetFile(group.path, memory_map=True) as file:
-            return file.read_row_group(group.index, columns=list(columns), use_threads=False)
+            return file.read_row_group(group.index, columns=list(columns))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{group.path}, row group {group.index}: cannot be read, the file is damaged: {error}"

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from recsys_offload.data.block import Block
 from recsys_offload.data.config import PARTS, DataSettings, Part
-from recsys_offload.data.convert import bags, dense_matrix, labels, sample_weights
+from recsys_offload.data.convert import bags, dense_columns, labels, sample_weights
 from recsys_offload.data.encoding import Encoding, wanted_columns
 from recsys_offload.data.files import RowGroup, read_row_group
 from recsys_offload.data.split import parts_of_rows, split_columns
@@ -64,7 +64,7 @@ class RowGroupDecoder:
         if settings.sample_weight is not None and self._require_label:
             weights = sample_weights(table, settings.sample_weight, where)
         return Block(
-            dense=dense_matrix(table, settings.dense, self._encoding.moments, where),
+            dense=dense_columns(table, settings.dense, self._encoding.moments, where),
             sparse=[
                 bags(table, name, feature, self._encoding.vocabularies.get(name), settings.hash_seed, where)
                 for name, feature in settings.sparse.items()
