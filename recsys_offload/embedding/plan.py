@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_offload.embedding.config import InvalidIds
 from recsys_offload.embedding.kernels import layout
-from recsys_offload.embedding.kernels.host_plan import compact_tables, plan_tables
+from recsys_offload.embedding.kernels.host_plan import compact_tables, plan_tables, rises
 from recsys_offload.embedding.store import TableGroup
 from recsys_offload.embedding.threads import KernelThreads
 
@@ -89,7 +89,7 @@ class GroupFeatures:
 
 def _check_offsets(offsets: np.ndarray, bags: int, values: int, weights: np.ndarray) -> None:
     """Refuses offsets that would make a kernel read outside the batch."""
-    if len(offsets) != bags + 1 or offsets[0] != 0 or offsets[-1] > values or (offsets[1:] < offsets[:-1]).any():
+    if len(offsets) != bags + 1 or offsets[0] != 0 or offsets[-1] > values or not rises(offsets):
         raise ValueError(
             f"the batch's offsets are malformed: {bags} bags need {bags + 1} offsets, rising from 0 to at most {values}"
         )

@@ -13,7 +13,7 @@ import numpy as np
 Result = TypeVar("Result")
 
 # More parts than threads, so that a thread which starts late or is held up leaves its work to the others.
-PARTS_PER_THREAD = 4
+PARTS_PER_THREAD = 8
 
 
 def available_threads() -> int:

@@ -24,7 +24,7 @@ def test_cost_bounds_cover_everything_once_and_balance(costs: list[int], count: 
     cumulative = np.concatenate([[0], np.cumsum(costs, dtype=np.int64)])
     results = threads.run(range, threads.cost_bounds(cumulative))
     assert sorted(item for part in results for item in part) == list(range(len(costs)))
-    parts = 1 if count == 1 else 4 * count
+    parts = 1 if count == 1 else 8 * count
     heaviest = max((sum(costs[item] for item in part) for part in results), default=0)
     assert heaviest <= sum(costs) / parts + max(costs, default=0) + 1
 
@@ -40,4 +40,4 @@ def test_an_error_in_any_part_reaches_the_caller_and_the_threads_work_on(failing
 
     with pytest.raises(ValueError, match="part"):
         threads.run(kernel, threads.even_bounds(24))
-    assert len(threads.run(lambda first, last: last - first, threads.even_bounds(24))) == 12
+    assert len(threads.run(lambda first, last: last - first, threads.even_bounds(24))) == 24

@@ -14,6 +14,15 @@ PREFETCH_DISTANCE = 48
 
 
 @kernel
+def rises(offsets: Any) -> bool:
+    """Whether no offset is below the one before it."""
+    falls = 0
+    for index in range(1, offsets.shape[0]):
+        falls += offsets[index] < offsets[index - 1]
+    return falls == 0
+
+
+@kernel
 def _number_rows(
     table: int,
     features: Any,
