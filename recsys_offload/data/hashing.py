@@ -14,19 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys_offload.splitmix64 import GOLDEN_GAMMA, mix
+
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
-GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 @numba.njit(nogil=True, cache=True)
-def _mix(value: np.uint64, seed: np.uint64) -> np.uint64:
-    bits = value ^ ((seed + np.uint64(1)) * GOLDEN_GAMMA)
-    bits = (bits ^ (bits >> np.uint64(30))) * MIX_1
-    bits = (bits ^ (bits >> np.uint64(27))) * MIX_2
-    return bits ^ (bits >> np.uint64(31))
+def _seeded(value: np.uint64, seed: np.uint64) -> np.uint64:
+    return mix(value ^ ((seed + np.uint64(1)) * GOLDEN_GAMMA))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -35,14 +31,14 @@ def _hash_bytes(offsets: Any, data: Any, seed: np.uint64, output: Any) -> None:
         bits = FNV_OFFSET
         for position in range(offsets[index], offsets[index + 1]):
             bits = (bits ^ np.uint64(data[position])) * FNV_PRIME
-        output[index] = _mix(bits, seed)
+        output[index] = _seeded(bits, seed)
 
 
 @numba.njit(nogil=True, cache=True)
 def hash_integers(values: Any, seed: np.uint64, output: Any) -> None:
     """Hashes int64 ``values`` into uint64 ``output``."""
     for index in range(len(output)):
-        output[index] = _mix(np.uint64(values[index]), seed)
+        output[index] = _seeded(np.uint64(values[index]), seed)
 
 
 def hash_array(values: pa.Array, seed: int) -> np.ndarray:

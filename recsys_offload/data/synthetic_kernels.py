@@ -8,24 +8,14 @@ import math
 import numba
 import numpy as np
 
+from recsys_offload.splitmix64 import GOLDEN_GAMMA, mix
+
 _kernel = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy")
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 _BELOW_53_BITS, _16_BITS, _MASK_16 = np.uint64(11), np.uint64(16), np.uint64(0xFFFF)
 _UNIT = 2.0**-53
 # Four uniform 16-bit numbers, summed: their mean, and the inverse of their standard deviation.
 _SUM_MEAN, _SUM_SCALE = 2.0 * 65535.0, math.sqrt(3.0) / 65536.0
-
-
-@_kernel
-def mix(value: np.uint64) -> np.uint64:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64 bits that avalanches."""
-    value = (value ^ (value >> _SHIFT_1)) * _MIX_1
-    value = (value ^ (value >> _SHIFT_2)) * _MIX_2
-    return value ^ (value >> _SHIFT_3)
 
 
 @_kernel
@@ -37,7 +27,7 @@ def _uniform(state: np.uint64) -> float:
 @_kernel
 def _latent(key: np.uint64, identity: int) -> float:
     """A fixed, nearly normal number (mean 0, variance 1) for an id."""
-    bits = mix(key + np.uint64(identity) * _GAMMA)
+    bits = mix(key + np.uint64(identity) * GOLDEN_GAMMA)
     total = np.float64(bits & _MASK_16)
     for _ in range(3):
         bits >>= _16_BITS
@@ -76,7 +66,7 @@ def zipf_rank(state: np.uint64, size: int, skew: float, low: float, high: float,
     a rejection that happens rarely. Constant time for every size.
     """
     while True:
-        state += _GAMMA
+        state += GOLDEN_GAMMA
         area = high + _uniform(state) * (low - high)
         x = _inverse_integral(area, skew)
         rank = min(max(int(x + 0.5), 1), size)
@@ -113,7 +103,7 @@ def fill_ids(
     scale = 1.0 / math.sqrt(hotness)
     written = 0
     for index in range(rows):
-        state = mix(key + np.uint64(first_row + index) * _GAMMA)
+        state = mix(key + np.uint64(first_row + index) * GOLDEN_GAMMA)
         is_null[index] = _uniform(state) < null_rate
         effect_sum, factor_sum = 0.0, 0.0
         if is_null[index]:
@@ -151,10 +141,10 @@ def fill_counts(
     """
     largest = math.log(2.0**31 - 1.0)
     for index in range(len(counts)):
-        state = mix(key + np.uint64(first_row + index) * _GAMMA)
+        state = mix(key + np.uint64(first_row + index) * GOLDEN_GAMMA)
         is_null[index] = _uniform(state) < null_rate
-        radius = math.sqrt(-2.0 * math.log(1.0 - _uniform(state + _GAMMA)))
-        normal = radius * math.cos(2.0 * math.pi * _uniform(state + _GAMMA + _GAMMA))
+        radius = math.sqrt(-2.0 * math.log(1.0 - _uniform(state + GOLDEN_GAMMA)))
+        normal = radius * math.cos(2.0 * math.pi * _uniform(state + GOLDEN_GAMMA + GOLDEN_GAMMA))
         counts[index] = int(math.exp(min(location + spread * normal, largest)))
         effect[index] = 0.0 if is_null[index] else (math.log1p(float(counts[index])) - location) / spread
 
@@ -175,4 +165,4 @@ def draw_labels(
     """
     for index in range(len(labels)):
         probability[index] = 1.0 / (1.0 + math.exp(-(logit[index] + intercept)))
-        labels[index] = _uniform(mix(key + np.uint64(first_row + index) * _GAMMA)) < probability[index]
+        labels[index] = _uniform(mix(key + np.uint64(first_row + index) * GOLDEN_GAMMA)) < probability[index]

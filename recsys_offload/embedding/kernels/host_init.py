@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 
 from recsys_offload.embedding.kernels.numba_support import kernel
-
-GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
+from recsys_offload.splitmix64 import GOLDEN_GAMMA, mix
 
 
 @kernel
@@ -23,9 +20,6 @@ def fill_uniform(first_row: int, last_row: int, rows: Any, dim: int, seed: np.ui
     scale = np.float32(high) - np.float32(low)
     for row in range(first_row, last_row):
         for column in range(dim):
-            bits = seed + np.uint64(row * dim + column + 1) * GOLDEN_GAMMA
-            bits = (bits ^ (bits >> np.uint64(30))) * MIX_1
-            bits = (bits ^ (bits >> np.uint64(27))) * MIX_2
-            bits = bits ^ (bits >> np.uint64(31))
+            bits = mix(seed + np.uint64(row * dim + column + 1) * GOLDEN_GAMMA)
             unit = np.float32(bits >> np.uint64(40)) * np.float32(2.0**-24)
             rows[row, column] = np.float32(low) + unit * scale
