@@ -34,7 +34,10 @@ def main(arguments: Sequence[str]) -> int:
         print_help(Config, USAGE, console)
         return 0 if arguments else 2
     logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+        level=logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False, show_time=False)],
+        force=True,  # an import has set up logging before
     )
     # TorchRec's models use a function that torch has renamed, which is nothing the user could act on.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

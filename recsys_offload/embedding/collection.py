@@ -38,9 +38,9 @@ OUTPUTS_KEPT = 2
 
 
 @contextmanager
-def _compile_notice() -> Iterator[None]:
+def _compile_notice(what: str) -> Iterator[None]:
     """Says why the first batch takes long, where it does: Numba compiles once per machine and keeps the result."""
-    message = "Compiling the embedding kernels for this machine (once; later runs take them from the cache) ..."
+    message = f"Compiling the embedding {what} for this machine (once; later runs take it from the cache) ..."
     timer = threading.Timer(SECONDS_BEFORE_COMPILE_NOTICE, logger.warning, [message])
     timer.start()
     try:
@@ -105,6 +105,7 @@ class HostCollection(nn.Module):
         fallback_row: int,
         seed: int,
         threads: int | None,
+        memory_limit: int | None,
         device: torch.device | None,
     ) -> None:
         super().__init__()
@@ -121,7 +122,9 @@ class HostCollection(nn.Module):
         self._optimizer_settings = optimizer
         self._pooled = pooled
         self._invalid_ids, self._fallback_row = invalid_ids, fallback_row
-        self.tables = HostTables(self._configs, optimizer, seed, self._threads, pin=self._device.type == "cuda")
+        self.tables = HostTables(
+            self._configs, optimizer, seed, self._threads, self._device.type == "cuda", memory_limit
+        )
         # An input that requires a gradient, so that autograd calls the backward pass.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.optimizer = InBackwardOptimizer(optimizer, self._anchor)
@@ -160,7 +163,7 @@ class HostCollection(nn.Module):
         with torch.profiler.record_function("host embedding lookup"):
             if self._compiled_forward:
                 return request, self._look_up_planned(request, id_weights)
-            with _compile_notice():
+            with _compile_notice("lookup"):
                 outputs = self._look_up_planned(request, id_weights)
             self._compiled_forward = True
             return request, outputs
@@ -228,7 +231,7 @@ class HostCollection(nn.Module):
                 if self._compiled_backward:
                     update(group, plan, gradient, CODES[settings.name], parameters, self._threads)
                 else:
-                    with _compile_notice():
+                    with _compile_notice("update"):
                         update(group, plan, gradient, CODES[settings.name], parameters, self._threads)
         self._compiled_backward = True
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from recsys_offload.settings import LearningRate, Rate, Settings
+from recsys_offload.settings import ByteSize, LearningRate, Rate, Settings
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 InvalidIds = Literal["error", "modulo", "fallback"]
@@ -46,6 +46,12 @@ class EmbeddingSettings(Settings):
     fallback_row: int = Field(0, ge=0, description="The row that stands for wrong ids when invalid_ids is fallback.")
     threads: int | None = Field(
         None, ge=1, description="Threads that work on the tables; by default one per core this process may use."
+    )
+
+    memory_limit: ByteSize | None = Field(
+        None,
+        description="Host memory that the tables and their optimizer state may take, as 8GiB; by default all that the "
+        "machine has available.",
     )
 
     @model_validator(mode="after")

@@ -33,6 +33,7 @@ class HostEmbeddingBagCollection(HostCollection):
         fallback_row: int = 0,
         seed: int = 0,
         threads: int | None = None,
+        memory_limit: int | None = None,
         device: torch.device | None = None,
     ) -> None:
         """Args:
@@ -43,11 +44,12 @@ class HostEmbeddingBagCollection(HostCollection):
             fallback_row: the row for such ids, with ``fallback``.
             seed: of the initial values.
             threads: that work on the tables; by default one per core that this process may use.
+            memory_limit: bytes of host memory that the tables and their state may take.
             device: where the output goes; by default the host.
 
         Raises:
             ValueError: a table's description is wrong.
-            MemoryError: the tables do not fit in host memory.
+            MemoryError: the tables do not fit in host memory, or not in ``memory_limit``.
         """
         self._names = [name for names in get_embedding_names_by_table(tables) for name in names]
         self._lengths = [config.embedding_dim for config in tables for _ in config.feature_names or [config.name]]
@@ -59,6 +61,7 @@ class HostEmbeddingBagCollection(HostCollection):
             fallback_row=fallback_row,
             seed=seed,
             threads=threads,
+            memory_limit=memory_limit,
             device=device,
         )
         self._is_weighted = is_weighted
@@ -124,6 +127,7 @@ class HostEmbeddingCollection(HostCollection):
         fallback_row: int = 0,
         seed: int = 0,
         threads: int | None = None,
+        memory_limit: int | None = None,
         device: torch.device | None = None,
     ) -> None:
         """The arguments and errors are those of ``HostEmbeddingBagCollection``."""
@@ -135,6 +139,7 @@ class HostEmbeddingCollection(HostCollection):
             fallback_row=fallback_row,
             seed=seed,
             threads=threads,
+            memory_limit=memory_limit,
             device=device,
         )
         self._names_by_table = dict(zip(self.tables.names, get_embedding_names_by_table(tables), strict=True))

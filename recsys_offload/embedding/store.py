@@ -76,6 +76,7 @@ class HostTables:
         seed: int,
         threads: KernelThreads,
         pin: bool,
+        memory_limit: int | None = None,
     ) -> None:
         """Allocates and initialises the tables.
 
@@ -85,10 +86,11 @@ class HostTables:
             seed: of the initial values, which depend on it and the table's name only.
             threads: that fill the tables.
             pin: register the memory with the device.
+            memory_limit: bytes that all rows with their state may take.
 
         Raises:
             ValueError: a table is described twice, has no rows or columns, or a type that is not supported.
-            MemoryError: the tables do not fit in host memory.
+            MemoryError: the tables do not fit in host memory, or not in ``memory_limit``.
         """
         self.step = 0
         self._one_value_per_row = optimizer.name == "rowwise_adagrad"
@@ -103,6 +105,13 @@ class HostTables:
             group.add(config.name, config.num_embeddings)
             self._group_of[config.name] = group
         self.groups = list(by_dim.values())
+        size = sum(group.row_count * group.width for group in self.groups) * np.dtype(np.float32).itemsize
+        if memory_limit is not None and size > memory_limit:
+            raise MemoryError(
+                f"the tables with their {optimizer.name} state take {size / 2**30:.2f} GiB, more than the memory_limit "
+                f"of {memory_limit / 2**30:.2f} GiB: raise it, use fewer or smaller tables, or an optimizer with less "
+                "state"
+            )
         for group in self.groups:
             names = ", ".join(list(group.tables)[:3]) + (", ..." if len(group.tables) > 3 else "")
             purpose = f"the group of {len(group.tables)} tables of dim {group.dim} ({names})"

@@ -72,6 +72,7 @@ def build_model(
         fallback_row=embedding.fallback_row,
         seed=seed,
         threads=embedding.threads,
+        memory_limit=embedding.memory_limit,
         device=device,
     )
     with torch.random.fork_rng():

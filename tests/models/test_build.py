@@ -113,3 +113,14 @@ def test_a_model_needs_a_sparse_feature() -> None:
     no_features = DataSettings.model_validate({"train": "x.parquet"})
     with pytest.raises(ValueError, match=r"data\.sparse names no feature"):
         build_model(ModelSettings(), no_features, EmbeddingSettings(), 0, CPU)
+
+
+def test_a_memory_limit_is_kept() -> None:
+    data_settings = data(user={"num_embeddings": 1_000_000})
+    fits = EmbeddingSettings.model_validate({"memory_limit": "80MiB"})
+    build_model(ModelSettings(embedding_dim=16), data_settings, fits, 0, CPU)
+    too_small = EmbeddingSettings.model_validate({"memory_limit": "32MiB"})
+    with pytest.raises(
+        MemoryError, match=r"rowwise_adagrad state take 0\.06 GiB, more than the memory_limit of 0\.03 GiB"
+    ):
+        build_model(ModelSettings(embedding_dim=16), data_settings, too_small, 0, CPU)
