@@ -40,6 +40,7 @@ class ParquetBatches:
     After a loop has ended, ``epoch`` has moved on by one, and the next loop has another order if ``shuffle`` is on.
     The order depends on the seed and the epoch only, not on threads or on how far is read ahead. With several ranks
     every row is read by exactly one of them, and each gets as many as the others, plus or minus one before the split.
+    A loop that was left early goes on, the next time, with the batch after the last one that it handed out.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class ParquetBatches:
             raise ValueError(f"rank {rank} is not below world_size {world_size}")
         self._settings = settings
         self._decode = RowGroupDecoder(settings, encoding, part, require_label)
-        paths = {"validation": settings.validation, "test": settings.test}.get(part) or settings.train
-        self._files: FileSet = open_files(paths, self._decode.columns)
-        self._rows = self._files.rows if part == "all" else encoding.rows.get(part, 0)
+        own = {"train": settings.train, "validation": settings.validation, "test": settings.test}.get(part)
+        self._files: FileSet = open_files(own or settings.train, self._decode.columns)
+        whole = part == "all" or (own and not self._decode.splits)
+        self._rows = self._files.rows if whole else encoding.rows.get(part, 0)
         if self._rows == 0:
             raise ValueError(f"the {part} part is empty: check data.split, or give data.{part} files of its own")
         self._batch_size = batch_size
@@ -99,8 +101,9 @@ class ParquetBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches per epoch; exact for one rank, else right to within the luck of the split."""
-        rows = -(-self._rows // self._world_size)
+        """Batches of this rank per epoch; with several ranks and a split, right to within the luck of the split."""
+        begin, end = self._bounds(self._rows)
+        rows = end - begin
         return rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,19 +115,21 @@ class ParquetBatches:
         """Goes to a position that ``state_dict`` gave; the next loop begins with exactly that batch.
 
         Raises:
-            ValueError: the files are not those that the position was taken in.
+            ValueError: the files, or what decides their order, are not those that the position was taken in.
         """
         if state["files"] != self._fingerprint():
             raise ValueError(
-                "the data has changed since the position was saved (other files, row groups or number of rows): a run "
-                "can only go on with the files that it began with"
+                "the data has changed since the position was saved (other files, row groups, split, shuffling, seed or "
+                "ranks): a run can only go on with what it began with"
             )
         self.close()
         self.epoch, self._position = int(state["epoch"]), (int(state["group"]), int(state["row"]))
 
     def _fingerprint(self) -> int:
         sizes = [(group.path.name, group.index, group.rows) for group in self._files.row_groups]
-        return zlib.crc32(repr((sizes, self._rows, self._rank, self._world_size)).encode())
+        order = (self._seed, self._settings.shuffle) if self._shuffle else None
+        split = self._settings.split if self._decode.splits else None
+        return zlib.crc32(repr((sizes, self._rows, split, order, self._rank, self._world_size)).encode())
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
@@ -144,6 +149,10 @@ class ParquetBatches:
         if self._running is not None:
             self._running.close()
             self._running = None
+
+    def _bounds(self, rows: int) -> tuple[int, int]:
+        """The first of this rank's rows, and the end of them."""
+        return rows * self._rank // self._world_size, rows * (self._rank + 1) // self._world_size
 
     def _random(self, epoch: int, *purpose: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, epoch, *purpose])
@@ -166,8 +175,7 @@ class ParquetBatches:
                 else:
                     files = [[file[index] for index in random.permutation(len(file))] for file in files]
                 groups = [group for file in files for group in file]
-        total = self._files.rows
-        begin, end = total * self._rank // self._world_size, total * (self._rank + 1) // self._world_size
+        begin, end = self._bounds(self._files.rows)
         slices, before = [], 0
         for group in groups:
             first, last = max(begin - before, 0), min(end - before, group.rows)

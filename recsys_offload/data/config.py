@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -14,6 +15,14 @@ PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _date_as_text(value: Any) -> Any:
+    """YAML reads an unquoted 2024-03-11 as a date."""
+    return value.isoformat() if isinstance(value, datetime.date) else value
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class DenseColumn(Settings):
@@ -79,7 +88,7 @@ class HashSplit(Settings):
         "row for itself.",
     )
     shares: Shares = Field(default_factory=Shares, description="Size of each part.")
-    seed: int = Field(0, ge=0, description="Another seed gives another split.")
+    seed: Seed = Field(0, description="Another seed gives another split.")
 
     _key_as_list = field_validator("key", mode="before")(_as_list)
 
@@ -93,6 +102,14 @@ class ColumnSplit(Settings):
     validation: list[str | int] = Field([], description="Its values in the validation part.")
     test: list[str | int] = Field([], description="Its values in the test part.")
 
+    @model_validator(mode="after")
+    def _check_values(self) -> ColumnSplit:
+        values = [value for part in (self.train, self.validation, self.test) for value in dict.fromkeys(map(str, part))]
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the value {twice!r} stands in more than one part")
+        return self
+
 
 class TimeSplit(Settings):
     """The oldest rows for training, the newest for the test."""
@@ -100,10 +117,14 @@ class TimeSplit(Settings):
     by: Literal["time"] = Field("time", description="Split by time.")
     column: str = Field(description="A timestamp, date or number that rises with time.")
     validation_from: str | int | float | None = Field(
-        None, description="First time of the validation part (a number, or an ISO date); by default from shares."
+        None,
+        description="First time of the validation part: a number, or for a column of times an ISO date, in UTC if it "
+        "names no offset; by default from shares.",
     )
     test_from: str | int | float | None = Field(None, description="First time of the test part, likewise.")
     shares: Shares = Field(default_factory=Shares, description="Size of each part where no times are given.")
+
+    _dates_as_text = field_validator("validation_from", "test_from", mode="before")(_date_as_text)
 
     @model_validator(mode="after")
     def _check_times(self) -> TimeSplit:
@@ -141,7 +162,7 @@ class DataSettings(Settings):
         None, description="How the train files are cut in parts; by default all of them are for training."
     )
     shuffle: ShuffleSettings = Field(default_factory=ShuffleSettings, description="The order of the training rows.")
-    hash_seed: int = Field(0, ge=0, description="Seed of the hash of strings and integers.")
+    hash_seed: Seed = Field(0, description="Seed of the hash of strings and integers.")
     read_ahead: int = Field(3, ge=1, description="Row groups read ahead; memory holds as many.")
     threads: int | None = Field(
         None, ge=1, description="Row groups decoded at a time; by default one per core, at most read_ahead."

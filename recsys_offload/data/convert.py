@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys_offload.data.arrays import is_list, one_array, plain
 from recsys_offload.data.config import DenseColumn, SparseColumn
 from recsys_offload.data.convert_kernels import (
     IDENTITY,
@@ -17,7 +19,7 @@ from recsys_offload.data.convert_kernels import (
     copy_dense_column,
     fill_dense_column,
 )
-from recsys_offload.data.files import RowGroup
+from recsys_offload.data.files import Source
 from recsys_offload.data.hashing import hash_array
 
 TRANSFORMS = {"none": IDENTITY, "log1p": LOG1P, "standardize": STANDARDIZE}
@@ -38,33 +40,16 @@ class Bags:
     weights: np.ndarray | None
 
 
-def one_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """The column as one contiguous array, without a copy where it is one already."""
-    if isinstance(column, pa.Array):
-        return column
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-
-
-def _where(group: RowGroup, row: int) -> str:
-    return f"row {group.row_in_file + row} of {group.path}"
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _numeric(array: pa.Array, column: str, purpose: str, group: RowGroup) -> pa.Array:
+def _numeric(array: pa.Array, column: str, purpose: str, source: Source) -> pa.Array:
     """The array in a type that NumPy can view.
 
     Raises:
         ValueError: the column holds lists or no numbers.
     """
     kind = array.type
-    if _is_list(kind):
+    if is_list(kind):
         raise ValueError(
-            f"{group.path}: column {column!r} is {kind}, but {purpose} needs one number per row, not a list"
+            f"{source.path}: column {column!r} is {kind}, but {purpose} needs one number per row, not a list"
         )
     if pa.types.is_boolean(kind):
         return array.cast(pa.uint8())
@@ -73,7 +58,7 @@ def _numeric(array: pa.Array, column: str, purpose: str, group: RowGroup) -> pa.
     if pa.types.is_decimal(kind):
         return array.cast(pa.float64())
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise ValueError(f"{group.path}: column {column!r} is {kind}, but {purpose} needs numbers")
+        raise ValueError(f"{source.path}: column {column!r} is {kind}, but {purpose} needs numbers")
     return array
 
 
@@ -86,16 +71,30 @@ def _raw_values(array: pa.Array) -> np.ndarray:
     return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize)
 
 
-def dense_values(table: pa.Table, name: str, feature: DenseColumn, group: RowGroup) -> np.ndarray:
-    """The values of a dense feature that are neither null nor NaN, float64, before any transform."""
+def dense_values(table: pa.Table, name: str, feature: DenseColumn, source: Source) -> np.ndarray:
+    """The values of a dense feature that are neither null nor NaN, float64, before any transform.
+
+    Raises:
+        ValueError: the column is not numeric, or has an infinite value.
+    """
     column = feature.column or name
-    array = _numeric(one_array(table[column]), column, "a dense feature", group)
-    values = array.drop_null().to_numpy(zero_copy_only=False).astype(np.float64)
+    array = _numeric(one_array(table[column]), column, "a dense feature", source)
+    values = array.to_numpy(zero_copy_only=False).astype(np.float64)
+    infinite = np.flatnonzero(np.isinf(values))
+    if infinite.size:
+        raise _not_finite(column, values[infinite[0]], int(infinite[0]), source)
     return values[~np.isnan(values)]
 
 
+def _not_finite(column: str, value: Any, row: int, source: Source) -> ValueError:
+    return ValueError(
+        f"column {column!r}: {value} in {source.where(row)} has no finite float32 value after its transform; mend it, "
+        "or make it null to have it filled"
+    )
+
+
 def dense_columns(
-    table: pa.Table, features: dict[str, DenseColumn], moments: dict[str, tuple[float, float]], group: RowGroup
+    table: pa.Table, features: dict[str, DenseColumn], moments: dict[str, tuple[float, float]], source: Source
 ) -> np.ndarray:
     """The dense features of a row group, transformed, float32 ``[features, rows]``.
 
@@ -105,7 +104,7 @@ def dense_columns(
     output = np.empty((len(features), table.num_rows), np.float32)
     for target, (name, feature) in zip(output, features.items(), strict=True):
         column = feature.column or name
-        array = _numeric(one_array(table[column]), column, "a dense feature", group)
+        array = _numeric(one_array(table[column]), column, "a dense feature", source)
         values, transform = _raw_values(array), TRANSFORMS[feature.transform]
         bitmap = array.buffers()[0] if array.null_count else None
         if transform == IDENTITY and bitmap is None and copy_dense_column(values, target):
@@ -116,45 +115,41 @@ def dense_columns(
             values, validity, array.offset, transform, mean, 1.0 / deviation, feature.fill, LOG1P_TABLE, target
         )
         if bad >= 0:
-            raise ValueError(
-                f"column {column!r}: {values[bad]} in {_where(group, bad)} has no finite float32 value after its "
-                "transform; mend it, or make it null to have it filled"
-            )
+            raise _not_finite(column, values[bad], bad, source)
     return output
 
 
-def labels(table: pa.Table, column: str, group: RowGroup) -> np.ndarray:
+def labels(table: pa.Table, column: str, source: Source) -> np.ndarray:
     """The labels of a row group, float32 ``[rows]``.
 
     Raises:
         ValueError: a label is null or neither 0 nor 1.
     """
-    array = _numeric(one_array(table[column]), column, "the label", group)
+    array = _numeric(one_array(table[column]), column, "the label", source)
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise ValueError(f"label column {column!r}: null in {_where(group, row)}; a label is 0 or 1")
+        raise ValueError(f"label column {column!r}: null in {source.where(row)}; a label is 0 or 1")
     values = array.to_numpy()
     wrong = (values != 0) & (values != 1)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        raise ValueError(f"label column {column!r}: {values[row]} in {_where(group, row)}; a label is 0 or 1")
+        raise ValueError(f"label column {column!r}: {values[row]} in {source.where(row)}; a label is 0 or 1")
     return values.astype(np.float32)
 
 
-def sample_weights(table: pa.Table, column: str, group: RowGroup) -> np.ndarray:
+def sample_weights(table: pa.Table, column: str, source: Source) -> np.ndarray:
     """The sample weights of a row group, float32 ``[rows]``.
 
     Raises:
         ValueError: a weight is null, negative or not finite.
     """
-    array = _numeric(one_array(table[column]), column, "the sample weight", group)
+    array = _numeric(one_array(table[column]), column, "the sample weight", source)
     values = array.to_numpy(zero_copy_only=False).astype(np.float32)
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise ValueError(
-            f"sample_weight column {column!r}: {array[row]} in {_where(group, row)}; a weight is finite and not "
-            "negative"
+            f"sample_weight column {column!r}: {array[row]} in {source.where(row)}; a weight is finite and not negative"
         )
     return values
 
@@ -164,7 +159,7 @@ def _flatten(array: pa.Array, keep_null_lists: bool) -> tuple[pa.Array, np.ndarr
 
     A null list is empty, or with ``keep_null_lists`` holds one null.
     """
-    if not _is_list(array.type):
+    if not is_list(array.type):
         return array, None
     lengths = pc.list_value_length(array)
     values = array.flatten()
@@ -181,31 +176,26 @@ def _flatten(array: pa.Array, keep_null_lists: bool) -> tuple[pa.Array, np.ndarr
     return values.take(pa.array(positions.filled(0), mask=at_null)), offsets
 
 
-def flat_ids(table: pa.Table, name: str, feature: SparseColumn, group: RowGroup) -> pa.Array:
+def flat_ids(table: pa.Table, name: str, feature: SparseColumn, source: Source) -> pa.Array:
     """All values of a sparse feature, those in lists too, without nulls and as plain values."""
     values, _ = _flatten(one_array(table[feature.column or name]), keep_null_lists=False)
-    values = _plain(values).drop_null()
+    values = plain(values).drop_null()
     if not (
         pa.types.is_string(values.type) or pa.types.is_large_string(values.type) or pa.types.is_integer(values.type)
     ):
         raise ValueError(
-            f"{group.path}: column {feature.column or name!r} is {values.type}, but a vocabulary is made of strings or "
-            "integers"
+            f"{source.path}: column {feature.column or name!r} is {values.type}, but a vocabulary is made of strings "
+            "or integers"
         )
     return values
-
-
-def _plain(values: pa.Array) -> pa.Array:
-    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
 
 def _encode(values: pa.Array, column: str, feature: SparseColumn, vocabulary: pa.Array | None, seed: int) -> np.ndarray:
     """Rows for values without nulls, int32 or int64."""
     if feature.encoding == "ids":
         if not pa.types.is_integer(values.type):
-            raise ValueError(
-                f"column {column!r} is {values.type}, but encoding ids needs integers; use encoding hash or vocabulary"
-            )
+            hint = "write it as integers" if pa.types.is_floating(values.type) else "use encoding hash or vocabulary"
+            raise ValueError(f"column {column!r} is {values.type}, but encoding ids needs integers; {hint}")
         ids = values.to_numpy()
         if ids.dtype == np.uint64 and len(ids) and int(ids.max()) > np.iinfo(np.int64).max:
             raise ValueError(
@@ -220,14 +210,14 @@ def _encode(values: pa.Array, column: str, feature: SparseColumn, vocabulary: pa
         return (hashed % np.uint64(feature.num_embeddings)).astype(np.int64)
     assert vocabulary is not None
     try:
-        plain = _plain(values).cast(vocabulary.type)
+        known = plain(values).cast(vocabulary.type)
     except pa.ArrowException as error:
         raise ValueError(f"column {column!r} is {values.type}, but its vocabulary holds {vocabulary.type}") from error
-    return pc.index_in(plain, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False) + np.int32(1)
+    return pc.index_in(known, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False) + np.int32(1)
 
 
 def bags(
-    table: pa.Table, name: str, feature: SparseColumn, vocabulary: pa.Array | None, seed: int, group: RowGroup
+    table: pa.Table, name: str, feature: SparseColumn, vocabulary: pa.Array | None, seed: int, source: Source
 ) -> Bags:
     """The ids of one feature in a row group.
 
@@ -239,13 +229,13 @@ def bags(
     values, offsets = _flatten(array, keep_null_lists=feature.nulls != "skip")
     weights = None
     if feature.weights is not None:
-        weights = _id_weights(one_array(table[feature.weights]), feature, column, array, group)
+        weights = _id_weights(one_array(table[feature.weights]), feature, column, array, source)
     try:
         if not values.null_count:
             return Bags(_encode(values, column, feature, vocabulary, seed), offsets, weights)
         encoded = _encode(values.drop_null(), column, feature, vocabulary, seed)
     except ValueError as error:
-        raise ValueError(f"{group.path}: {error}") from error
+        raise ValueError(f"{source.path}: {error}") from error
     valid = values.is_valid().to_numpy(zero_copy_only=False)
     if feature.nulls != "skip":
         filled = np.full(len(values), feature.nulls, np.int64)
@@ -255,13 +245,13 @@ def bags(
     return Bags(encoded, kept if offsets is None else kept[offsets], None if weights is None else weights[valid])
 
 
-def _id_weights(array: pa.Array, feature: SparseColumn, column: str, ids: pa.Array, group: RowGroup) -> np.ndarray:
+def _id_weights(array: pa.Array, feature: SparseColumn, column: str, ids: pa.Array, source: Source) -> np.ndarray:
     """A weight for each id, float32 ``[ids]``."""
     values, offsets = _flatten(array, keep_null_lists=feature.nulls != "skip")
-    if _is_list(array.type) != _is_list(ids.type):
+    if is_list(array.type) != is_list(ids.type):
         raise ValueError(
-            f"{group.path}: weights column {feature.weights!r} is {array.type}, but its ids {column!r} are {ids.type}; "
-            "both must be lists, or neither"
+            f"{source.path}: weights column {feature.weights!r} is {array.type}, but its ids {column!r} are "
+            f"{ids.type}; both must be lists, or neither"
         )
     flat_ids, id_offsets = _flatten(ids, keep_null_lists=feature.nulls != "skip")
     if offsets is not None and id_offsets is not None:
@@ -271,12 +261,18 @@ def _id_weights(array: pa.Array, feature: SparseColumn, column: str, ids: pa.Arr
             row = int(different[0])
             raise ValueError(
                 f"weights column {feature.weights!r}: {lengths[row]} weights for {wanted[row]} ids of column "
-                f"{column!r} in {_where(group, row)}"
+                f"{column!r} in {source.where(row)}"
             )
-    numbers = _numeric(values, str(feature.weights), "the weight of an id", group)
+    numbers = _numeric(values, str(feature.weights), "the weight of an id", source)
     # A null that stands for a row has no weight of its own.
     filled = pc.if_else(flat_ids.is_null(), pc.fill_null(numbers, 1), numbers)
     weights = filled.to_numpy(zero_copy_only=False).astype(np.float32)
-    if not np.isfinite(weights).all():
-        raise ValueError(f"{group.path}: weights column {feature.weights!r} must hold one finite number for each id")
+    wrong = np.flatnonzero(~np.isfinite(weights))
+    if wrong.size:
+        at = int(wrong[0])
+        row = at if id_offsets is None else int(np.searchsorted(id_offsets, at, side="right")) - 1
+        raise ValueError(
+            f"weights column {feature.weights!r}: {values[at]} in {source.where(row)}; it must hold one finite number "
+            "for each id"
+        )
     return weights

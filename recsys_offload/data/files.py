@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -30,6 +31,28 @@ class RowGroup:
     first_row: int
     row_in_file: int
 
+    @property
+    def row_numbers(self) -> np.ndarray:
+        """The number in the file of each row, int64 ``[rows]``."""
+        return np.arange(self.row_in_file, self.row_in_file + self.rows)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the rows of a table came from, for messages.
+
+    Attributes:
+        path: of the file.
+        numbers: of the rows in the file, int64 ``[rows]``.
+    """
+
+    path: Path
+    numbers: np.ndarray
+
+    def where(self, row: int) -> str:
+        """The place of a row of the table."""
+        return f"row {self.numbers[row]} of {self.path}"
+
 
 @dataclass(frozen=True)
 class FileSet:
@@ -49,25 +72,28 @@ class FileSet:
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The files that ``paths`` stand for: files as they are, directories and globs by their sorted ``*.parquet``.
+    """The files that ``paths`` stand for, each once: files as they are, the sorted matches of globs, and the sorted
+    ``*.parquet`` files in and below directories, without those that are hidden (their name begins with . or _).
 
     Raises:
         FileNotFoundError: a path stands for no file.
     """
-    found: list[Path] = []
+    found: dict[Path, Path] = {}
     for text in paths:
         path = Path(text)
-        if path.is_dir():
-            here = sorted(path.rglob("*.parquet"))
-        elif path.exists():
-            here = [path]
-        else:
-            here = sorted(Path(match) for match in glob.glob(text, recursive=True))  # noqa: PTH207 - may be absolute
+        matches = [path] if path.exists() else sorted(Path(match) for match in glob.glob(text, recursive=True))  # noqa: PTH207 - may be absolute
+        here = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
         if not here:
             kind = "the directory holds no *.parquet file" if path.is_dir() else "no such file, directory or match"
             raise FileNotFoundError(f"data path {text!r}: {kind} (looked from {Path.cwd()})")
-        found.extend(here)
-    return list(dict.fromkeys(found))
+        for file in here:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
+def _files_below(folder: Path) -> list[Path]:
+    # Some tools write a data set as a directory that is itself called something.parquet.
+    return sorted(path for path in folder.rglob("*.parquet") if path.is_file() and path.name[0] not in "._")
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -83,18 +109,22 @@ def _check_columns(path: Path, schema: pa.Schema, wanted: Sequence[str]) -> None
     for name in wanted:
         if name not in schema.names:
             near = difflib.get_close_matches(name, schema.names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"{path}: no column {name!r}{hint} Its columns: {', '.join(schema.names)}")
+        if schema.names.count(name) > 1:
+            raise ValueError(f"{path}: {schema.names.count(name)} columns are called {name!r}; rename all but one")
         if pa.types.is_null(schema.field(name).type):
             raise ValueError(f"{path}: column {name!r} holds only nulls; leave it out of the settings")
 
 
 def _all_null_columns(metadata: pq.FileMetaData, wanted: Sequence[str]) -> set[str]:
     """The wanted columns of which the file's statistics say that every value is null."""
-    names = {metadata.schema.column(index).path.split(".")[0]: index for index in range(metadata.num_columns)}
+    paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     empty = set()
     for name in wanted:
-        chunks = [metadata.row_group(group).column(names[name]) for group in range(metadata.num_row_groups)]
+        leaves = [index for index, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
+        chunks = [group.column(leaf) for group in groups for leaf in leaves]
         if chunks and all(
             chunk.statistics is not None
             and chunk.statistics.has_null_count
@@ -141,7 +171,7 @@ def open_files(paths: Sequence[str], wanted: Sequence[str]) -> FileSet:
         raise ValueError(f"the files of {', '.join(paths)} hold no rows")
     if all_null:
         names = ", ".join(repr(name) for name in sorted(all_null))
-        raise ValueError(f"{first_path}: column {names} holds only nulls; leave it out of the settings")
+        raise ValueError(f"{first_path}: column {names} holds only nulls or empty lists; leave it out of the settings")
     return FileSet(first_schema, row_groups)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys_offload.data.arrays import one_array
 from recsys_offload.splitmix64 import GOLDEN_GAMMA, mix
 
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
@@ -75,14 +76,20 @@ def hash_array(values: pa.Array, seed: int) -> np.ndarray:
 
 
 def hash_rows(table: pa.Table, columns: list[str], seed: int) -> np.ndarray:
-    """Hashes the values of several columns together, uint64 ``[rows]``; a null counts as a value of its own."""
+    """Hashes the values of several columns together, uint64 ``[rows]``; a null counts as a value of its own.
+
+    Raises:
+        TypeError: a column holds neither strings nor integers.
+    """
     combined = np.zeros(table.num_rows, np.uint64)
     for number, name in enumerate(columns):
-        column = table[name].combine_chunks()
-        column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+        column = one_array(table[name])
         valid = np.asarray(pc.is_valid(column).to_numpy(zero_copy_only=False), bool)
         hashed = np.zeros(table.num_rows, np.uint64)
-        hashed[valid] = hash_array(column.drop_null(), seed)
+        try:
+            hashed[valid] = hash_array(column.drop_null(), seed)
+        except TypeError as error:
+            raise TypeError(f"column {name!r}: {error}") from error
         mixed = np.empty_like(combined)
         hash_integers((combined ^ hashed).view(np.int64), np.uint64(seed + number), mixed)
         combined = mixed

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from recsys_offload.data.block import Block
-from recsys_offload.data.config import PARTS, DataSettings, Part
+from recsys_offload.data.config import PARTS, DataSettings, Part, TimeSplit
 from recsys_offload.data.convert import bags, dense_columns, labels, sample_weights
 from recsys_offload.data.encoding import Encoding, wanted_columns
-from recsys_offload.data.files import RowGroup, read_row_group
+from recsys_offload.data.files import RowGroup, Source, read_row_group
 from recsys_offload.data.split import parts_of_rows, split_columns
 
 
@@ -27,6 +27,17 @@ class Slice:
     last: int
 
 
+def _check_fitted(settings: DataSettings, encoding: Encoding) -> None:
+    needed = [name for name, feature in settings.dense.items() if feature.transform == "standardize"]
+    missing = [name for name in needed if name not in encoding.moments]
+    needed = [name for name, feature in settings.sparse.items() if feature.encoding == "vocabulary"]
+    missing += [name for name in needed if name not in encoding.vocabularies]
+    if isinstance(settings.split, TimeSplit) and encoding.times is None:
+        missing.append("split")
+    if missing:
+        raise ValueError(f"the encoding was fitted with other settings: it has nothing for {', '.join(missing)}")
+
+
 class RowGroupDecoder:
     """Decodes a slice of a row group and converts its rows of one part."""
 
@@ -34,6 +45,7 @@ class RowGroupDecoder:
         self._settings = settings
         self._encoding = encoding
         self._require_label = require_label
+        _check_fitted(settings, encoding)
         own_files = (
             part == "all" or (part == "validation" and settings.validation) or (part == "test" and settings.test)
         )
@@ -44,11 +56,16 @@ class RowGroupDecoder:
         if self._split is not None:
             self.columns += [name for name in split_columns(self._split) if name not in self._wanted]
 
+    @property
+    def splits(self) -> bool:
+        """Whether the part is cut from the files, which hold other parts too."""
+        return self._split is not None
+
     def __call__(self, piece: Slice) -> Block:
         """Raises ValueError where the file is damaged or a value is not as the settings say."""
         settings, group = self._settings, piece.group
         table = read_row_group(group, self.columns)
-        rows = np.arange(group.row_in_file, group.row_in_file + group.rows)
+        rows = group.row_numbers
         if self._split is not None:
             kept = parts_of_rows(self._split, group, table, self._encoding.times) == self._part
             kept[: piece.first] = False
@@ -58,18 +75,17 @@ class RowGroupDecoder:
         elif piece.last - piece.first < group.rows:
             table = table.slice(piece.first, piece.last - piece.first)
             rows = rows[piece.first : piece.last]
-        # Rows are numbered for messages as they lie in the file, also after a filter.
-        where = RowGroup(group.path, group.index, len(rows), group.first_row, int(rows[0]) if len(rows) else 0)
+        source = Source(group.path, rows)
         weights = None
         if settings.sample_weight is not None and self._require_label:
-            weights = sample_weights(table, settings.sample_weight, where)
+            weights = sample_weights(table, settings.sample_weight, source)
         return Block(
-            dense=dense_columns(table, settings.dense, self._encoding.moments, where),
+            dense=dense_columns(table, settings.dense, self._encoding.moments, source),
             sparse=[
-                bags(table, name, feature, self._encoding.vocabularies.get(name), settings.hash_seed, where)
+                bags(table, name, feature, self._encoding.vocabularies.get(name), settings.hash_seed, source)
                 for name, feature in settings.sparse.items()
             ],
-            labels=labels(table, settings.label, where) if self._require_label else np.empty(0, np.float32),
+            labels=labels(table, settings.label, source) if self._require_label else np.empty(0, np.float32),
             weights=weights,
             sources=rows,
             paths=[str(group.path)],
