@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import torch
 
 from recsys_offload.data import Batch, DataSettings, Encoding, ParquetBatches
+from recsys_offload.data.config import HashSplit
 
 MASK = 2**64 - 1
 
@@ -41,6 +42,14 @@ def hash_in_python(value: str | int, seed: int) -> int:
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
     return bits ^ (bits >> 31)
+
+
+def part_in_python(row: int, split: HashSplit) -> str:
+    """The part of a row that is split by its number."""
+    uniform = (hash_in_python(row, split.seed) >> 11) * 2.0**-53
+    if uniform < split.shares.train:
+        return "train"
+    return "validation" if uniform < split.shares.train + split.shares.validation else "test"
 
 
 @dataclass

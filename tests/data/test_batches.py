@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import json
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from recsys_offload.data import Batch, DataSettings, Encoding, ParquetBatches
-from tests.data.tables import Row, expected_rows, open_batches, rows_of, write_files
+from recsys_offload.data.config import PARTS, HashSplit, Shares
+from tests.data.tables import expected_rows, open_batches, part_in_python, rows_of, write_files
 
 WORDS = ["red", "green", "blue", "", "ünïcode", "a" * 40, "7"]
 
@@ -48,6 +52,8 @@ def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, Any]]:
         None if bag is None else [None if i is None else float(np.float32(random.normal())) for i in bag]
         for bag in bags
     ]
+    pairs = some([some(random.integers(0, 9, 2).tolist()) for _ in range(rows)])
+    user_weights = [float(np.float32(random.normal())) for _ in range(rows)]
     words = some([WORDS[i] for i in random.integers(0, len(WORDS), rows)])
     word_lists = lists(WORDS)
     table = pa.table(
@@ -57,6 +63,8 @@ def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, Any]]:
             "whole": pa.array(some(random.integers(0, 100, rows).tolist()), whole_type),
             "real": pa.array(some((random.normal(size=rows) * 50).tolist()), real_type),
             "user": pa.array(some(random.integers(0, 100, rows).tolist()), width),
+            "user_weights": pa.array(user_weights, pa.float64()),
+            "pair": pa.array(pairs, pa.list_(pa.int64(), 2)),
             "bag": pa.array(bags, list_type(pa.int32())),
             "bag_weights": pa.array(weights, list_type(pa.float32())),
             "word": pa.array(words, word_type),
@@ -72,7 +80,9 @@ def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, Any]]:
             "real": {"transform": draw(st.sampled_from(["none", "log1p", "standardize"])), "fill": -1},
         },
         "sparse": {
-            "user": {"num_embeddings": 100, "nulls": policy},
+            "user": {"num_embeddings": 100, "nulls": policy}
+            | ({"weights": "user_weights"} if draw(st.booleans()) else {}),
+            "pair": {"num_embeddings": 9, "nulls": draw(st.sampled_from(["skip", 8]))},
             "bag": {"num_embeddings": 50, "nulls": policy}
             | ({"weights": "bag_weights"} if draw(st.booleans()) else {}),
             "hashed": {"column": "word", "encoding": "hash", "num_embeddings": 11, "nulls": policy},
@@ -85,10 +95,6 @@ def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, Any]]:
         "threads": draw(st.integers(1, 3)),
     }
     return table, content
-
-
-def key(row: Row) -> str:
-    return repr(row)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -119,7 +125,16 @@ def test_batches_hold_what_reading_row_by_row_gives(
     assert len(read) == batches.steps_per_epoch
     assert list(rows_of(read)) == expected
     shuffled = ParquetBatches(chosen, encoding, "train", batch_size, shuffle=True, seed=seed)
-    assert sorted(map(key, rows_of(shuffled))) == sorted(map(key, expected))
+    assert sorted(map(repr, rows_of(shuffled))) == sorted(map(repr, expected))
+    # Cut in parts, some row groups have no row of a part, or none at all.
+    split = HashSplit(shares=Shares(train=0.4, validation=0.3, test=0.3), seed=seed)
+    chosen = chosen.model_copy(update={"split": split})
+    encoding = dataclasses.replace(encoding, rows={})
+    for part in PARTS:
+        rows = [row for number, row in enumerate(expected) if part_in_python(number, split) == part]
+        if rows:
+            encoding.rows[part] = len(rows)
+            assert list(rows_of(ParquetBatches(chosen, encoding, part, batch_size))) == rows
 
 
 def simple_settings(folder: Path, rows: int = 103, **changes: Any) -> DataSettings:
@@ -172,9 +187,12 @@ def test_what_is_shuffled_can_be_chosen(tmp_path: Path, files: bool, row_groups:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_ranks_share_the_rows_evenly(tmp_path: Path, world_size: int, shuffle: bool) -> None:
     chosen = simple_settings(tmp_path, shuffle={"buffer_rows": 20})
-    shares = [
-        numbers(open_batches(chosen, shuffle=shuffle, rank=rank, world_size=world_size)) for rank in range(world_size)
-    ]
+    shares = []
+    for rank in range(world_size):
+        batches = open_batches(chosen, shuffle=shuffle, rank=rank, world_size=world_size)
+        read = list(batches)
+        assert len(read) == batches.steps_per_epoch
+        shares.append(numbers(read))
     assert sorted(number for share in shares for number in share) == list(range(103))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -202,11 +220,64 @@ def test_any_position_can_be_restored(tmp_path: Path, buffer_rows: int, split: b
         assert_equal(list(resumed), epochs[1])
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=tables(), draw=st.data())
+def test_the_exact_rest_of_an_epoch_follows_a_position(
+    tmp_path_factory: pytest.TempPathFactory, data: tuple[pa.Table, dict[str, Any]], draw: st.DataObject
+) -> None:
+    table, content = data
+    cut = draw.draw(st.integers(0, table.num_rows))
+    folder = tmp_path_factory.mktemp("data")
+    paths = write_files(folder, table, [cut, table.num_rows - cut], draw.draw(st.integers(1, 20)))
+    shuffle = {
+        "files": draw.draw(st.booleans()),
+        "row_groups": draw.draw(st.booleans()),
+        "buffer_rows": draw.draw(st.integers(0, 50)),
+    }
+    chosen = DataSettings.model_validate(content | {"train": paths, "shuffle": shuffle})
+    encoding = Encoding.fit(chosen)
+    part = draw.draw(st.sampled_from(["all", "train", "test"]))
+    split = HashSplit(shares=Shares(train=0.5, validation=0.1, test=0.4))
+    sizes = Counter(part_in_python(row, split) for row in range(table.num_rows))
+    chosen = chosen.model_copy(update={"split": split})
+    encoding = dataclasses.replace(encoding, rows=dict(sizes))
+    assume(part == "all" or sizes[part])
+    world_size = draw.draw(st.integers(1, 3))
+    options = {
+        "seed": draw.draw(st.integers(0, 3)),
+        "shuffle": draw.draw(st.booleans()),
+        "drop_last": draw.draw(st.booleans()),
+        "rank": draw.draw(st.integers(0, world_size - 1)),
+        "world_size": world_size,
+    }
+    batch_size = draw.draw(st.integers(1, 30))
+    whole = ParquetBatches(chosen, encoding, part, batch_size, **options)
+    first, second = list(whole), list(whole)
+    taken = draw.draw(st.integers(0, len(first)))
+    stopped = ParquetBatches(chosen, encoding, part, batch_size, **options)
+    assert_equal(list(itertools.islice(stopped, taken)), first[:taken])
+    state = json.loads(json.dumps(stopped.state_dict()))
+    changed = chosen.model_copy(update={"read_ahead": draw.draw(st.integers(1, 5)), "threads": 2})
+    resumed = ParquetBatches(changed, encoding, part, batch_size, **options)
+    resumed.load_state_dict(state)
+    assert_equal(list(resumed), first[taken:])
+    assert_equal(list(resumed), second)
+    # The one that was stopped goes on where it was, too.
+    assert_equal(list(stopped), first[taken:])
+    assert stopped.state_dict() == {**state, "epoch": 1, "group": 0, "row": 0}
+
+
 def assert_equal(read: list[Batch], expected: list[Batch]) -> None:
     assert len(read) == len(expected)
     for one, other in zip(read, expected, strict=True):
-        assert torch.equal(one.dense, other.dense) and torch.equal(one.labels, other.labels)
-        assert torch.equal(one.sparse.values(), other.sparse.values()) and one.origin == other.origin
+        for here, there in zip(tensors(one), tensors(other), strict=True):
+            assert (here is None and there is None) or torch.equal(here, there)  # type: ignore[arg-type]
+        assert one.origin == other.origin
+
+
+def tensors(batch: Batch) -> list[torch.Tensor | None]:
+    ids = batch.sparse
+    return [batch.dense, batch.labels, batch.weights, ids.values(), ids.lengths(), ids.offsets(), ids.weights_or_none()]
 
 
 def test_a_position_in_other_files_is_refused(tmp_path: Path) -> None:
@@ -215,6 +286,19 @@ def test_a_position_in_other_files_is_refused(tmp_path: Path) -> None:
     other = open_batches(simple_settings(tmp_path / "other", rows=104))
     with pytest.raises(ValueError, match="the data has changed since the position was saved"):
         other.load_state_dict(batches.state_dict())
+    # Neither can another order be gone on with.
+    chosen = simple_settings(tmp_path, shuffle={"buffer_rows": 10})
+    state = open_batches(chosen, shuffle=True).state_dict()
+    open_batches(chosen, shuffle=True).load_state_dict(state)
+    smaller = simple_settings(tmp_path, shuffle={"buffer_rows": 9})
+    for changed in (
+        open_batches(chosen, shuffle=True, seed=1),
+        open_batches(smaller, shuffle=True),
+        open_batches(chosen),
+        open_batches(chosen, shuffle=True, world_size=2),
+    ):
+        with pytest.raises(ValueError, match="the data has changed since the position was saved"):
+            changed.load_state_dict(state)
 
 
 def test_drop_last_and_origin(tmp_path: Path) -> None:
