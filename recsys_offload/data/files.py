@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recsys_offload.data.arrays import is_list
+
 
 @dataclass(frozen=True)
 class RowGroup:
@@ -113,8 +115,12 @@ def _check_columns(path: Path, schema: pa.Schema, wanted: Sequence[str]) -> None
             raise ValueError(f"{path}: no column {name!r}{hint} Its columns: {', '.join(schema.names)}")
         if schema.names.count(name) > 1:
             raise ValueError(f"{path}: {schema.names.count(name)} columns are called {name!r}; rename all but one")
-        if pa.types.is_null(schema.field(name).type):
-            raise ValueError(f"{path}: column {name!r} holds only nulls; leave it out of the settings")
+        kind = schema.field(name).type
+        if pa.types.is_null(kind.value_type if is_list(kind) else kind):
+            raise ValueError(
+                f"{path}: column {name!r} holds only nulls or empty lists, and is of type {kind}; write it with the "
+                "type of its values, or leave it out of the settings"
+            )
 
 
 def _all_null_columns(metadata: pq.FileMetaData, wanted: Sequence[str]) -> set[str]:

@@ -11,7 +11,6 @@ import pytest
 from pydantic import ValidationError
 
 from recsys_offload.data import DataSettings, Encoding
-from recsys_offload.data.files import find_files
 from tests.data.tables import open_batches, write_files
 
 GOOD = {
@@ -54,6 +53,8 @@ def test_the_good_table_is_read(tmp_path: Path) -> None:
         ({"age": [1.0, 1e300, 2.0]}, r"column 'age': 1e\+300 in row 1 of"),
         ({"age": pa.array([None, None, None], pa.float64())}, "column 'age' holds only nulls"),
         ({"age": pa.nulls(3)}, "column 'age' holds only nulls"),
+        ({"tags": [[], [], []]}, "column 'tags' holds only nulls or empty lists, and is of type list<element: null>"),
+        ({"tags": pa.array([[], [], []], pa.list_(pa.int8()))}, "column 'tags' holds only nulls or empty lists; leave"),
         ({"user": ["u", "v", "w"]}, "column 'user' is string, but encoding ids needs integers; use encoding hash"),
         ({"user": [1.0, 2.0, 3.0]}, "column 'user' is double, but encoding ids needs integers"),
         ({"user": pa.array([1, 2, 2**63], pa.uint64())}, "column 'user': id 9223372036854775808 does not fit"),
@@ -83,27 +84,6 @@ def test_a_missing_column_is_named_with_the_nearest_one(tmp_path: Path) -> None:
 def test_sample_weights_are_finite_and_not_negative(tmp_path: Path, weight: float | None) -> None:
     with pytest.raises(ValueError, match=r"sample_weight column 'w': .* in row 1 of"):
         read(tmp_path, GOOD | {"w": [1.0, weight, 2.0]}, sample_weight="w")
-
-
-def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
-    for path, message in (
-        (tmp_path / "none.parquet", "no such file"),
-        (tmp_path / "*.parquet", "no such file"),
-        (tmp_path, r"holds no \*\.parquet"),
-    ):
-        with pytest.raises(FileNotFoundError, match=message):
-            find_files([str(path)])
-
-
-def test_files_directories_and_globs(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    for name in ("b.parquet", "a.parquet", "deep/c.parquet"):
-        pq.write_table(pa.table(GOOD), tmp_path / name)
-    names = [path.name for path in find_files([str(tmp_path)])]
-    assert names == ["a.parquet", "b.parquet", "c.parquet"]
-    assert [path.name for path in find_files([f"{tmp_path}/*.parquet"])] == ["a.parquet", "b.parquet"]
-    several = find_files([f"{tmp_path}/deep", f"{tmp_path}/b.parquet", f"{tmp_path}/*.parquet"])
-    assert [path.name for path in several] == ["c.parquet", "b.parquet", "a.parquet"]
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.7, 0.99])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import logging
 from pathlib import Path
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_offload.data import DataSettings, Encoding, ParquetBatches
+from recsys_offload.data import encoding as encoding_module
 from recsys_offload.data.hashing import hash_array
 from tests.data.tables import hash_in_python, open_batches, write_files
 
@@ -200,3 +202,73 @@ def test_own_constant_columns_do_not_divide_by_zero(tmp_path: Path) -> None:
     chosen = DataSettings.model_validate({"train": paths, "dense": {"same": {"transform": "standardize"}}})
     (batch,) = open_batches(chosen)
     assert batch.dense.tolist() == [[0.0], [0.0]]
+
+
+def test_a_column_of_one_value_that_binary_cannot_hold_is_constant_too(tmp_path: Path) -> None:
+    paths = write_files(tmp_path, pa.table({"label": [0] * 12, "x": [0.1] * 12}), [12], 5)
+    chosen = DataSettings.model_validate({"train": paths, "dense": {"x": {"transform": "standardize"}}})
+    (batch,) = open_batches(chosen, batch_size=12)
+    assert batch.dense.abs().max() < 1e-6
+
+
+def test_moments_are_those_of_numpy_even_far_from_zero(tmp_path: Path) -> None:
+    values = 1.7e15 + np.random.default_rng(0).normal(size=3000) * 1e6
+    paths = write_files(tmp_path, pa.table({"label": [0] * 3000, "x": values}), [1000, 2000], 170)
+    chosen = DataSettings.model_validate({"train": paths, "dense": {"x": {"transform": "standardize"}}})
+    assert Encoding.fit(chosen).moments["x"] == pytest.approx((values.mean(), values.std()), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "message"),
+    [
+        ({"x": [1.0, 1e200]}, {"dense": {"x": {"transform": "standardize"}}}, "'x' cannot be .* values are too large"),
+        ({"x": [None, 1.0]}, {"dense": {"x": {"transform": "standardize"}}}, "'x' cannot be .* no value in the train"),
+        ({"x": [None, "a"]}, {"sparse": {"x": {"encoding": "vocabulary", "num_embeddings": 3}}}, "'x' has no vocab"),
+    ],
+)
+def test_features_of_which_nothing_can_be_learned(
+    tmp_path: Path, columns: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    paths = write_files(tmp_path, pa.table({"label": [0, 1], "fold": [0, 1]} | columns), [2], 2)
+    parts = {"train": [0], "test": [1]} if "no v" in message or "no value" in message else {"train": [0, 1]}
+    split = {"by": "column", "column": "fold"} | parts
+    with pytest.raises(ValueError, match=message):
+        Encoding.fit(DataSettings.model_validate({"train": paths, "split": split} | settings))
+
+
+def test_counts_of_a_vocabulary_are_merged_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding_module, "COUNTS_PENDING", 30)
+    random = np.random.default_rng(0)
+    words = [[f"w{int(n)}" for n in random.zipf(1.3, 20) % 50] for _ in range(100)]
+    counts: list[pa.Table] = []
+    for group in words:
+        encoding_module._add_counts(counts, pa.array(group))
+        assert sum(part.num_rows for part in counts) <= 50 + max(30, 50) + 20
+    expected = collections.Counter(word for group in words for word in group)
+    order = sorted(expected, key=lambda word: (-expected[word], word))
+    assert encoding_module._vocabulary("word", counts, 1000).to_pylist() == order
+
+
+def test_an_encoding_of_other_settings_is_refused(tmp_path: Path) -> None:
+    chosen = make(tmp_path)
+    encoding = Encoding.fit(chosen)
+    for changes, missing in (
+        ({"dense": {"height": {"transform": "standardize"}}}, "height"),
+        ({"sparse": {"city": {"encoding": "vocabulary", "num_embeddings": 9}}}, "city"),
+        ({"split": {"by": "time", "column": "day"}}, "split"),
+    ):
+        with pytest.raises(ValueError, match=f"fitted with other settings: it has nothing for {missing}"):
+            ParquetBatches(make(tmp_path, **changes), encoding, "train", 8)
+
+
+def test_a_feature_may_have_any_name(tmp_path: Path) -> None:
+    names = ["a/b", "..", "ü % x"]
+    paths = write_files(tmp_path, pa.table({"label": [0], **{name: [name] for name in names}}), [1], 1)
+    sparse = {name: {"encoding": "vocabulary", "num_embeddings": 3} for name in names}
+    encoding = Encoding.fit(DataSettings.model_validate({"train": paths, "sparse": sparse}))
+    encoding.save(tmp_path / "run" / "encoding")
+    loaded = Encoding.load(tmp_path / "run" / "encoding")
+    assert {name: values.to_pylist() for name, values in loaded.vocabularies.items()} == {n: [n] for n in names}
+    next((tmp_path / "run" / "encoding").glob("vocabulary-a*")).unlink()
+    with pytest.raises(ValueError, match=r"encoding.json: damaged or written by another version: .*vocabulary-a"):
+        Encoding.load(tmp_path / "run" / "encoding")
