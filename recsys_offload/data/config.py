@@ -85,7 +85,7 @@ class HashSplit(Settings):
     key: list[str] = Field(
         [],
         description="Columns whose values decide, so that rows which agree in them stay together; by default every "
-        "row for itself.",
+        "row for itself, by its number, for which the files must stay the same and in the same order.",
     )
     shares: Shares = Field(default_factory=Shares, description="Size of each part.")
     seed: Seed = Field(0, description="Another seed gives another split.")

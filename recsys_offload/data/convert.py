@@ -21,6 +21,7 @@ from recsys_offload.data.convert_kernels import (
 )
 from recsys_offload.data.files import Source
 from recsys_offload.data.hashing import hash_array
+from recsys_offload.data.vocabulary import VocabularyRows
 
 TRANSFORMS = {"none": IDENTITY, "log1p": LOG1P, "standardize": STANDARDIZE}
 
@@ -190,7 +191,9 @@ def flat_ids(table: pa.Table, name: str, feature: SparseColumn, source: Source) 
     return values
 
 
-def _encode(values: pa.Array, column: str, feature: SparseColumn, vocabulary: pa.Array | None, seed: int) -> np.ndarray:
+def _encode(
+    values: pa.Array, column: str, feature: SparseColumn, vocabulary: VocabularyRows | None, seed: int
+) -> np.ndarray:
     """Rows for values without nulls, int32 or int64."""
     if feature.encoding == "ids":
         if not pa.types.is_integer(values.type):
@@ -210,14 +213,13 @@ def _encode(values: pa.Array, column: str, feature: SparseColumn, vocabulary: pa
         return (hashed % np.uint64(feature.num_embeddings)).astype(np.int64)
     assert vocabulary is not None
     try:
-        known = plain(values).cast(vocabulary.type)
+        return vocabulary.rows(values)
     except pa.ArrowException as error:
         raise ValueError(f"column {column!r} is {values.type}, but its vocabulary holds {vocabulary.type}") from error
-    return pc.index_in(known, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False) + np.int32(1)
 
 
 def bags(
-    table: pa.Table, name: str, feature: SparseColumn, vocabulary: pa.Array | None, seed: int, source: Source
+    table: pa.Table, name: str, feature: SparseColumn, vocabulary: VocabularyRows | None, seed: int, source: Source
 ) -> Bags:
     """The ids of one feature in a row group.
 

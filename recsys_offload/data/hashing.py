@@ -66,13 +66,19 @@ def hash_array(values: pa.Array, seed: int) -> np.ndarray:
         or pa.types.is_large_string(kind)
         or pa.types.is_large_binary(kind)
     ):
-        binary = values.cast(pa.large_binary())
-        _, offset_buffer, data_buffer = binary.buffers()
-        offsets = np.frombuffer(offset_buffer, np.int64)[binary.offset : binary.offset + len(binary) + 1]
-        data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8)
+        offsets, data = utf8_bytes(values)
         _hash_bytes(offsets, data, np.uint64(seed), output)
         return output
     raise TypeError(f"cannot hash values of type {kind}")
+
+
+def utf8_bytes(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Of strings or binary: where each begins, int64 ``[values + 1]``, and the bytes of all, uint8."""
+    binary = values.cast(pa.large_binary())
+    _, offset_buffer, data_buffer = binary.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64)[binary.offset : binary.offset + len(binary) + 1]
+    data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8)
+    return offsets, data
 
 
 def hash_rows(table: pa.Table, columns: list[str], seed: int) -> np.ndarray:

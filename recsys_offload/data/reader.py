@@ -16,6 +16,7 @@ from recsys_offload.data.convert import bags, dense_columns, labels, sample_weig
 from recsys_offload.data.encoding import Encoding, wanted_columns
 from recsys_offload.data.files import RowGroup, Source, read_row_group
 from recsys_offload.data.split import parts_of_rows, split_columns
+from recsys_offload.data.vocabulary import VocabularyRows
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class RowGroupDecoder:
         self._split = None if own_files else settings.split
         self._part = PARTS.index(part) if self._split is not None else None
         self._wanted = wanted_columns(settings, require_label)
+        self._vocabularies = {
+            name: VocabularyRows(encoding.vocabularies[name])
+            for name, feature in settings.sparse.items()
+            if feature.encoding == "vocabulary"
+        }
         self.columns = list(self._wanted)
         if self._split is not None:
             self.columns += [name for name in split_columns(self._split) if name not in self._wanted]
@@ -82,7 +88,7 @@ class RowGroupDecoder:
         return Block(
             dense=dense_columns(table, settings.dense, self._encoding.moments, source),
             sparse=[
-                bags(table, name, feature, self._encoding.vocabularies.get(name), settings.hash_seed, source)
+                bags(table, name, feature, self._vocabularies.get(name), settings.hash_seed, source)
                 for name, feature in settings.sparse.items()
             ],
             labels=labels(table, settings.label, source) if self._require_label else np.empty(0, np.float32),
