@@ -177,3 +177,21 @@ class DataSettings(Settings):
         if not self.train:
             raise ValueError("train names no file")
         return self
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> DataSettings:
+        for part in ("validation", "test"):
+            if getattr(self, part) and self._cuts(part):
+                raise ValueError(
+                    f"{part} has files of its own, and split cuts it from the train files too, whose rows nobody would "
+                    f"read: leave {part} out of the split (with shares: {part}: 0)"
+                )
+        return self
+
+    def _cuts(self, part: str) -> bool:
+        """Whether the split gives a part rows of the train files, as far as the settings tell."""
+        if isinstance(self.split, ColumnSplit):
+            return bool(getattr(self.split, part))
+        if isinstance(self.split, TimeSplit) and self.split.test_from is not None:
+            return False
+        return self.split is not None and getattr(self.split.shares, part) > 0

@@ -139,6 +139,14 @@ def test_an_empty_part(tmp_path: Path) -> None:
         ({"sparse": {"user": {"num_embeddings": 5, "nulls": 5}}}, "row 5 is outside a table of 5 rows"),
         ({"split": {"by": "hash", "shares": {"train": 0.5}}}, "the shares must add up to 1, not 0.7"),
         ({"split": {"by": "time", "column": "t", "test_from": 3}}, "give both validation_from and test_from"),
+        (
+            {"test": "y", "split": {"by": "hash"}},
+            "test has files of its own, and split cuts it from the train files too",
+        ),
+        (
+            {"validation": "y", "split": {"by": "column", "column": "c", "train": [1], "validation": [2]}},
+            "validation has",
+        ),
         ({"split": {"by": "luck"}}, "'hash', 'column', 'time'"),
         ({"dense": {"age": {"transform": "log"}}}, "'none', 'log1p' or 'standardize'"),
     ],

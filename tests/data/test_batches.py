@@ -335,6 +335,29 @@ def test_no_thread_outlives_its_loop(tmp_path: Path) -> None:
     assert len(numbers(open_batches(simple_settings(tmp_path)))) == 103
 
 
+def test_a_new_loop_ends_the_one_before(tmp_path: Path) -> None:
+    batches = open_batches(simple_settings(tmp_path), shuffle=True, batch_size=10)
+    whole = numbers(open_batches(simple_settings(tmp_path), shuffle=True, batch_size=10))
+    first = iter(batches)
+    begun = [next(first), next(first)]
+    rest = list(batches)
+    assert list(first) == [] and not reading_threads()
+    assert numbers(begun) + numbers(rest) == whole and batches.epoch == 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_error_ends_every_thread_and_comes_again(tmp_path: Path, shuffle: bool) -> None:
+    table = pa.table({"label": [0] * 95 + [3] * 5, "id": range(100)})
+    paths = write_files(tmp_path, table, [100], 5)
+    content = {"train": paths, "sparse": {"id": {"num_embeddings": 100}}, "shuffle": {"buffer_rows": 15}}
+    batches = open_batches(DataSettings.model_validate(content), batch_size=4, shuffle=shuffle)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="label column 'label': 3 in row 95"):
+            list(batches)
+        assert not reading_threads()
+        assert batches.epoch == 0
+
+
 def test_an_error_in_a_late_row_group_comes_after_the_good_batches(tmp_path: Path) -> None:
     labels = [0] * 50 + [2] + [1] * 9
     paths = write_files(tmp_path, pa.table({"label": labels, "id": range(60)}), [60], 10)

@@ -142,6 +142,12 @@ def test_parts_may_have_files_of_their_own(tmp_path: Path) -> None:
     encoding = Encoding.fit(chosen)
     assert encoding.rows == {"train": 4000, "validation": 50}
     assert numbers(chosen, encoding)["validation"] == list(range(50))
+    # The other part may still be cut from the train files.
+    shares = {"train": 0.75, "validation": 0, "test": 0.25}
+    chosen = make(tmp_path, validation=own, split={"by": "hash", "shares": shares})
+    found = numbers(chosen, Encoding.fit(chosen))
+    assert sorted(found["train"] + found["test"]) == list(range(4000)) and len(found["test"]) > 900
+    assert found["validation"] == list(range(100))
 
 
 def test_only_the_training_part_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
