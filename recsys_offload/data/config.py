@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from recsys_offload.settings import Rate, Settings
 
 Part = Literal["train", "validation", "test", "all"]
+FLOAT32_MAX = 3.4e38
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
 
@@ -34,7 +35,9 @@ class DenseColumn(Settings):
         description="none; log1p, which is sign(x) * log(1 + |x|); or standardize, by the mean and standard deviation "
         "of the training part.",
     )
-    fill: float = Field(0.0, description="What stands for a null or NaN, after the transform.")
+    fill: float = Field(
+        0.0, ge=-FLOAT32_MAX, le=FLOAT32_MAX, description="What stands for a null or NaN, after the transform."
+    )
 
 
 class SparseColumn(Settings):

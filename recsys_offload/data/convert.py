@@ -197,7 +197,8 @@ def _encode(
     """Rows for values without nulls, int32 or int64."""
     if feature.encoding == "ids":
         if not pa.types.is_integer(values.type):
-            hint = "write it as integers" if pa.types.is_floating(values.type) else "use encoding hash or vocabulary"
+            text = pa.types.is_string(plain(values).type) or pa.types.is_large_string(plain(values).type)
+            hint = "use encoding hash or vocabulary" if text else "write it as integers"
             raise ValueError(f"column {column!r} is {values.type}, but encoding ids needs integers; {hint}")
         ids = values.to_numpy()
         if ids.dtype == np.uint64 and len(ids) and int(ids.max()) > np.iinfo(np.int64).max:
@@ -248,14 +249,14 @@ def bags(
 
 
 def _id_weights(array: pa.Array, feature: SparseColumn, column: str, ids: pa.Array, source: Source) -> np.ndarray:
-    """A weight for each id, float32 ``[ids]``."""
-    values, offsets = _flatten(array, keep_null_lists=feature.nulls != "skip")
+    """A weight for each id, float32 ``[ids]``; a null that stands for a row has the weight 1."""
+    values, offsets = _flatten(array, keep_null_lists=False)
     if is_list(array.type) != is_list(ids.type):
         raise ValueError(
             f"{source.path}: weights column {feature.weights!r} is {array.type}, but its ids {column!r} are "
             f"{ids.type}; both must be lists, or neither"
         )
-    flat_ids, id_offsets = _flatten(ids, keep_null_lists=feature.nulls != "skip")
+    flat_ids, id_offsets = _flatten(ids, keep_null_lists=False)
     if offsets is not None and id_offsets is not None:
         lengths, wanted = np.diff(offsets), np.diff(id_offsets)
         different = np.flatnonzero(lengths != wanted)
@@ -266,7 +267,6 @@ def _id_weights(array: pa.Array, feature: SparseColumn, column: str, ids: pa.Arr
                 f"{column!r} in {source.where(row)}"
             )
     numbers = _numeric(values, str(feature.weights), "the weight of an id", source)
-    # A null that stands for a row has no weight of its own.
     filled = pc.if_else(flat_ids.is_null(), pc.fill_null(numbers, 1), numbers)
     weights = filled.to_numpy(zero_copy_only=False).astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(weights))
@@ -277,4 +277,7 @@ def _id_weights(array: pa.Array, feature: SparseColumn, column: str, ids: pa.Arr
             f"weights column {feature.weights!r}: {values[at]} in {source.where(row)}; it must hold one finite number "
             "for each id"
         )
+    if id_offsets is not None and feature.nulls != "skip":
+        null_lists = ids.is_null().to_numpy(zero_copy_only=False)
+        weights = np.insert(weights, id_offsets[:-1][null_lists], np.float32(1))
     return weights

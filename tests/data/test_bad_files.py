@@ -56,7 +56,7 @@ def test_the_good_table_is_read(tmp_path: Path) -> None:
         ({"tags": [[], [], []]}, "column 'tags' holds only nulls or empty lists, and is of type list<element: null>"),
         ({"tags": pa.array([[], [], []], pa.list_(pa.int8()))}, "column 'tags' holds only nulls or empty lists; leave"),
         ({"user": ["u", "v", "w"]}, "column 'user' is string, but encoding ids needs integers; use encoding hash"),
-        ({"user": [1.0, 2.0, 3.0]}, "column 'user' is double, but encoding ids needs integers"),
+        ({"user": [1.0, 2.0, 3.0]}, "column 'user' is double, but encoding ids needs integers; write it as"),
         ({"user": pa.array([1, 2, 2**63], pa.uint64())}, "column 'user': id 9223372036854775808 does not fit"),
         ({"tags": [[1], [2], [3]]}, r"weights column 'tag_weights': 2 weights for 1 ids of column 'tags' in row 0"),
         ({"tag_weights": [1.0, 2.0, 3.0]}, "weights column 'tag_weights' is double, but its ids 'tags' are list"),
@@ -148,6 +148,7 @@ def test_an_empty_part(tmp_path: Path) -> None:
             "validation has",
         ),
         ({"split": {"by": "luck"}}, "'hash', 'column', 'time'"),
+        ({"dense": {"age": {"fill": 1e39}}}, "less than or equal to 340000"),
         ({"dense": {"age": {"transform": "log"}}}, "'none', 'log1p' or 'standardize'"),
     ],
 )

@@ -109,6 +109,22 @@ def test_scalar_ids_may_have_weights(tmp_path: Path, nulls: Any) -> None:
     assert batch.sparse.weights().tolist() == ([2, 3, 5] if skips else [2, 3, 1, 5]) + [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("nulls", ["skip", 9])
+def test_null_lists_and_empty_lists_of_ids_have_no_weights(tmp_path: Path, nulls: Any) -> None:
+    # Whether a list is null or empty on the other side does not matter.
+    ids = [[1, None], None, None, [], [], [2]]
+    weights = [[0.5, None], None, [], None, [], [4.0]]
+    batch = read(
+        tmp_path, {"id": ids, "w": weights}, sparse={"id": {"num_embeddings": 10, "weights": "w", "nulls": nulls}}
+    )
+    found = [(row.ids[0], row.weights[0]) for row in rows_of([batch])]
+    none: tuple[list[int], list[float]] = ([], [])
+    if nulls == "skip":
+        assert found == [([1], [0.5]), none, none, none, none, ([2], [4.0])]
+    else:
+        assert found == [([1, 9], [0.5, 1.0]), ([9], [1.0]), ([9], [1.0]), none, none, ([2], [4.0])]
+
+
 def test_features_may_share_a_column(tmp_path: Path) -> None:
     table = pa.table({"label": [0, 1, 1], "word": ["a", None, "b"], "number": [7, 8, None]})
     paths = write_files(tmp_path, table, [3], 2)
