@@ -3,12 +3,15 @@
 from recsys_offload.embedding.config import EmbeddingSettings, SparseOptimizerSettings
 from recsys_offload.embedding.modules import HostEmbeddingBagCollection, HostEmbeddingCollection, host_collections
 from recsys_offload.embedding.plan import InvalidIdError
+from recsys_offload.embedding.prefetch import Prefetcher, prefetch
 
 __all__ = [
     "EmbeddingSettings",
     "HostEmbeddingBagCollection",
     "HostEmbeddingCollection",
     "InvalidIdError",
+    "Prefetcher",
     "SparseOptimizerSettings",
     "host_collections",
+    "prefetch",
 ]

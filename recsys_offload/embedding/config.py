@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from recsys_offload.settings import ByteSize, LearningRate, Rate, Settings
 
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 InvalidIds = Literal["error", "modulo", "fallback"]
+Placement = Literal["auto", "device", "cached", "host"]
+TransferName = Literal["auto", "staging", "zero_copy"]
+KernelsName = Literal["auto", "triton", "torch", "fbgemm"]
+
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?)\s*%\s*")
+
+
+def slots_for(size: int | str, rows: int, row_bytes: int) -> int:
+    """The slots that a cache size stands for, at least 1 and at most ``rows``.
+
+    Args:
+        size: rows (a number), a share of the rows (``10%``) or bytes (``2GiB``).
+        rows: of the tables that share the cache.
+        row_bytes: of one row with its state.
+
+    Raises:
+        ValueError: the size is none of these.
+    """
+    if isinstance(size, int):
+        slots = size
+    elif share := _SHARE.fullmatch(size):
+        slots = math.ceil(rows * float(share[1]) / 100)
+    else:
+        slots = TypeAdapter(ByteSize).validate_python(size) // row_bytes
+    return min(max(slots, 1), rows)
+
+
+def _check_cache_size(size: int | str) -> int | str:
+    try:
+        slots_for(size, 1, 1)
+    except ValidationError as error:
+        raise ValueError(f"give rows (100000), a share of the rows (10%) or bytes (2GiB), not {size!r}") from error
+    if isinstance(size, int) and size < 1:
+        raise ValueError(f"a cache needs at least 1 row, not {size}")
+    if isinstance(size, str) and (share := _SHARE.fullmatch(size)) and not 0 < float(share[1]) <= 100:
+        raise ValueError(f"a share of the rows is more than 0% and at most 100%, not {size}")
+    return size
+
+
+CacheSize = Annotated[int | str, AfterValidator(_check_cache_size)]
+"""Rows, a share of the rows as ``10%``, or bytes as ``2GiB``."""
 
 
 class SparseOptimizerSettings(Settings):
@@ -32,8 +75,39 @@ class SparseOptimizerSettings(Settings):
     )
 
 
+class CacheSettings(Settings):
+    """The cache of hot rows on the device."""
+
+    size: CacheSize = Field(
+        "10%",
+        description="Its size: a share of the rows (10%), rows (100000) or bytes (2GiB, optimizer state included), "
+        "shared by all cached tables.",
+    )
+    sizes: dict[str, CacheSize] = Field(
+        default_factory=dict, description="Table: a size of its own, not shared with the others."
+    )
+    limit: CacheSize | None = Field(
+        None,
+        description="How far it may grow where one batch needs more rows than it has slots; null: as far as needed, "
+        "with a warning.",
+    )
+    warm_start: bool = Field(
+        False, description="Count the ids of the training part first, and begin with the most frequent rows cached."
+    )
+    transfer: TransferName = Field(
+        "auto",
+        description="How rows reach a GPU: staging (gathered into pinned buffers) or zero_copy (Triton kernels read "
+        "and write the host's rows); auto: zero_copy where Triton is there.",
+    )
+    kernels: KernelsName = Field(
+        "auto",
+        description="What computes over the slots: triton, torch or fbgemm; auto: on a CPU the host's kernels, on a "
+        "GPU triton, or torch where Triton is missing.",
+    )
+
+
 class EmbeddingSettings(Settings):
-    """The embedding tables: their optimizer, wrong ids, and the threads that work on them."""
+    """The embedding tables: where they are, their optimizer, wrong ids, and the threads that work on them."""
 
     optimizer: SparseOptimizerSettings = Field(
         default_factory=SparseOptimizerSettings, description="The optimizer of the tables."
@@ -48,6 +122,19 @@ class EmbeddingSettings(Settings):
         None, ge=1, description="Threads that work on the tables; by default one per core this process may use."
     )
 
+    placement: Placement = Field(
+        "cached",
+        description="Where rows are looked up and updated: device (all rows there), cached (hot rows there), host "
+        "(only the result of the lookup goes there); auto: by device_memory and how skewed the ids are.",
+    )
+    placements: dict[str, Placement] = Field(
+        default_factory=dict, description="Table: a placement of its own, other than the others'."
+    )
+    device_memory: ByteSize | None = Field(
+        None, description="What auto may use of the device's memory; null: half of what is free."
+    )
+    look_ahead: int = Field(4, ge=0, description="Batches whose rows are looked after before they are trained on.")
+    cache: CacheSettings = Field(default_factory=CacheSettings, description="The cache of hot rows on the device.")
     memory_limit: ByteSize | None = Field(
         None,
         description="Host memory that the tables and their optimizer state may take, as 8GiB; by default all that the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,9 +46,9 @@ class Admission:
 class Directory:
     """The slots of one group of tables.
 
-    Batches are admitted in the order of their numbers, by one thread at a time. A slot is held while a batch that
-    uses it is unfinished. Of the others, the row to go is one that no coming batch needs, the least used first (uses
-    count less the older they are); only where all are needed, the one that is needed last.
+    Batches are admitted by one thread at a time, as a rule in the order of their numbers. A slot is held while a batch
+    that uses it is unfinished. Of the others, the row to go is one that no coming batch needs, the least used first
+    (uses count less the older they are); only where all are needed, the one that is needed last.
 
     Memory: 4 bytes per row of the tables, 28 per slot. (The plan's own memory, ``TableGroup.last_number``, is another
     4 bytes per row.)
@@ -71,7 +70,7 @@ class Directory:
         self._records = np.empty((0, kernels.RECORD_COLUMNS), np.int32)
         self._free = np.empty(0, np.int32)
         self._cursors = np.zeros(kernels.CURSORS, np.int64)
-        self._unfinished: deque[tuple[int, np.ndarray]] = deque()
+        self._unfinished: dict[int, np.ndarray] = {}
         self._held = 0
         self._half_life: float | None = None
         self._rebased = 0
@@ -90,9 +89,8 @@ class Directory:
 
     def held(self, oldest: int) -> int:
         """How many slots are used by batch ``oldest`` or a later one, all batches before it being finished."""
-        while self._unfinished and self._unfinished[0][0] < oldest:
-            number, slots = self._unfinished.popleft()
-            self._held -= kernels.count_last_uses(slots, number, self._records)
+        for number in [number for number in self._unfinished if number < oldest]:
+            self._held -= kernels.count_last_uses(self._unfinished.pop(number), number, self._records)
         return self._held
 
     def grow(self, slots: int) -> None:
@@ -117,13 +115,14 @@ class Directory:
 
         Args:
             rows: int64 ``[n]``, distinct.
-            number: of the batch, greater than of any batch admitted before.
-            oldest: the oldest unfinished batch, or ``number``: slots that it or a later one uses are held.
+            number: of the batch; no other has it.
+            oldest: the oldest unfinished batch (``number``, if there is no other): slots that it or a later one uses
+                are held.
             coming: number and distinct rows of the batches that will be admitted after this one, in order, where known.
 
         Returns:
-            The admission; or, where the slots do not suffice, how many are missing: nothing has changed then, and the
-            same batch may be tried again when older ones are finished, or the slots have grown.
+            The admission; or, where the slots do not suffice, how many are missing. The batch then holds those of its
+            rows that have a slot, and may be tried again when older ones are finished, or the slots have grown.
         """
         if self._half_life is None and len(rows):
             self._half_life = HALF_LIFE_IN_FILLS * max(1.0, self.slots / len(rows))
@@ -136,11 +135,11 @@ class Directory:
         )
         missing = sum(part >> 32 for part in parts)
         self._held = held = held + sum(part & 0xFFFFFFFF for part in parts)
+        self._unfinished[number] = slots
         if missing > self.slots - held:
             return missing - (self.slots - held)
         admission = self._place(rows, slots, missing, number, oldest, use, coming)
         self._held += missing
-        self._unfinished.append((number, slots))
         return admission
 
     def _place(
@@ -200,7 +199,7 @@ class Directory:
         self._cursors[kernels.VICTIM : kernels.RECENT_END + 1] = 0, count, 0, len(kept)
 
     def find(self, rows: np.ndarray) -> np.ndarray:
-        """The slots of distinct ``rows`` (int64 ``[n]``), int32 ``[n]``; -1 for a row that has none. Changes nothing."""
+        """The slots of ``rows`` (int64 ``[n]``), int32 ``[n]``; -1 for a row that has none. Changes nothing."""
         slots = np.empty(len(rows), np.int32)
         kernels.find_slots(rows, self._slot_of_row, slots)
         return slots
@@ -215,8 +214,12 @@ class Directory:
         self._flushed = oldest - 1
         return self._row_of_slot[slots], slots
 
-    def forget(self) -> None:
-        """Empties every slot, without writing anything back: the host rows have been given new values."""
+    def forget(self) -> np.ndarray:
+        """Empties every slot, without writing anything back: the host rows have been given new values.
+
+        Returns:
+            int64 ``[0]``: no row needs to be fetched before a batch does.
+        """
         resident = self._row_of_slot != kernels.NO_ROW
         self._slot_of_row[self._row_of_slot[resident]] = kernels.ABSENT
         self._row_of_slot.fill(kernels.NO_ROW)
@@ -226,6 +229,7 @@ class Directory:
         self._cursors[kernels.FREE] = self.slots
         self._unfinished.clear()
         self._held = 0
+        return np.empty(0, np.int64)
 
     def warm(self, uses_per_batch: np.ndarray) -> np.ndarray:
         """Gives the free slots to the rows that are used most, before the first batch.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from recsys_offload.embedding.collection import HostCollection, Request
-from recsys_offload.embedding.config import InvalidIds, SparseOptimizerSettings
-from recsys_offload.embedding.gradient import RowMajor
-from recsys_offload.embedding.kernels.host_lookup import lookup_pooled, lookup_rows
-from recsys_offload.embedding.plan import POLICIES, feature_ids, raise_if_invalid
+from recsys_offload.embedding.collection import HostCollection
+from recsys_offload.embedding.config import CacheSettings, InvalidIds, Placement, SparseOptimizerSettings
+from recsys_offload.embedding.plan import feature_ids
+from recsys_offload.embedding.request import Request
 
 
 class HostEmbeddingBagCollection(HostCollection):
@@ -35,6 +37,8 @@ class HostEmbeddingBagCollection(HostCollection):
         threads: int | None = None,
         memory_limit: int | None = None,
         device: torch.device | None = None,
+        placements: Mapping[str, Placement] | None = None,
+        cache: CacheSettings | None = None,
     ) -> None:
         """Args:
             tables: TorchRec's description of each table.
@@ -45,7 +49,10 @@ class HostEmbeddingBagCollection(HostCollection):
             seed: of the initial values.
             threads: that work on the tables; by default one per core that this process may use.
             memory_limit: bytes of host memory that the tables and their state may take.
-            device: where the output goes; by default the host.
+            device: where the output goes, and where the cache is; by default the host.
+            placements: table -> ``device`` (all rows there), ``cached`` (hot rows there) or ``host`` (looked up on the
+                host); ``host`` where it is not named.
+            cache: its size, and how rows get there.
 
         Raises:
             ValueError: a table's description is wrong.
@@ -53,6 +60,7 @@ class HostEmbeddingBagCollection(HostCollection):
         """
         self._names = [name for names in get_embedding_names_by_table(tables) for name in names]
         self._lengths = [config.embedding_dim for config in tables for _ in config.feature_names or [config.name]]
+        self._is_weighted = is_weighted
         super().__init__(
             tables,
             optimizer=optimizer,
@@ -63,8 +71,9 @@ class HostEmbeddingBagCollection(HostCollection):
             threads=threads,
             memory_limit=memory_limit,
             device=device,
+            placements=placements,
+            cache=cache,
         )
-        self._is_weighted = is_weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pools each bag of ``features``.
@@ -74,8 +83,8 @@ class HostEmbeddingBagCollection(HostCollection):
             KeyError: a feature is missing.
             ValueError: the ids are no integers, or lack the weights that the collection needs.
         """
-        _, (output,) = self._look_up(features, self._is_weighted)
-        return KeyedTensor(self._names, self._lengths, output.to(self._device))
+        _, (output,) = self._look_up(features)
+        return KeyedTensor(self._names, self._lengths, output)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self._configs
@@ -83,30 +92,30 @@ class HostEmbeddingBagCollection(HostCollection):
     def is_weighted(self) -> bool:
         return self._is_weighted
 
-    def _read(self, request: Request) -> list[Tensor]:
-        ids = request.ids
-        output = torch.from_numpy(self._output_memory.take(ids.batch_size, sum(self._lengths)))
-        bounds = self._threads.even_bounds(ids.batch_size)
-        for group, features in zip(self.tables.groups, request.features, strict=True):
-            failures = self._threads.run(
-                lookup_pooled,
-                bounds,
-                group.rows,
-                group.dim,
-                features.described,
-                ids.values,
-                ids.offsets,
-                ids.weights,
-                ids.batch_size,
-                POLICIES[self._invalid_ids],
-                self._fallback_row,
-                output.numpy(),
-            )
-            raise_if_invalid(failures, features, ids)
-        return [output]
+    def _read_parts(self, request: Request) -> list[Tensor]:
+        size = (request.ids.batch_size, sum(self._lengths))
+        on_host = [group.placement == "host" for group in self.tables.groups]
+        output = self._new_output(*size, on_host=all(on_host))
+        if any(on_host) and not all(on_host) and self._device.type != "cpu":
+            # The host's columns go to the device together; the columns of the others are written there after that.
+            host_output = self._new_output(*size, on_host=True)
+            self._read_groups(request, host_output, on_host=True)
+            output.copy_(host_output, non_blocking=True)
+            self._read_groups(request, output, on_host=False)
+        else:
+            self._read_groups(request, output, on_host=True)
+            self._read_groups(request, output, on_host=False)
+        return [output.to(self._device)]
 
-    def _group_gradients(self, gradients: list[RowMajor]) -> list[RowMajor]:
-        return gradients * len(self.tables.groups)
+    def _read_groups(self, request: Request, output: Tensor, *, on_host: bool) -> None:
+        for group, lookup, part in zip(self.tables.groups, self._lookups, request.parts, strict=True):
+            if (group.placement == "host") == on_host:
+                self._compute(group, partial(lookup.pooled, request, part, output))
+
+    def _group_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
+        (gradient,) = gradients
+        host_gradient = gradient.cpu() if any(group.placement == "host" for group in self.tables.groups) else gradient
+        return [host_gradient if group.placement == "host" else gradient for group in self.tables.groups]
 
 
 class HostEmbeddingCollection(HostCollection):
@@ -129,6 +138,8 @@ class HostEmbeddingCollection(HostCollection):
         threads: int | None = None,
         memory_limit: int | None = None,
         device: torch.device | None = None,
+        placements: Mapping[str, Placement] | None = None,
+        cache: CacheSettings | None = None,
     ) -> None:
         """The arguments and errors are those of ``HostEmbeddingBagCollection``."""
         super().__init__(
@@ -141,17 +152,19 @@ class HostEmbeddingCollection(HostCollection):
             threads=threads,
             memory_limit=memory_limit,
             device=device,
+            placements=placements,
+            cache=cache,
         )
         self._names_by_table = dict(zip(self.tables.names, get_embedding_names_by_table(tables), strict=True))
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Looks up the row of every id; raises as ``HostEmbeddingBagCollection.forward``."""
-        request, outputs = self._look_up(features, weighted=False)
+        request, outputs = self._look_up(features)
         result: dict[str, JaggedTensor] = {}
-        for group_features, output in zip(request.features, outputs, strict=True):
+        for part, vectors in zip(request.parts, outputs, strict=True):
+            group_features = part.features
             first_id = feature_ids(group_features, request.ids).tolist()
             names = [name for table in dict.fromkeys(group_features.tables) for name in self._names_by_table[table]]
-            vectors = output.to(self._device)
             for index, (name, feature) in enumerate(zip(names, group_features.names, strict=True)):
                 jagged = features[feature]
                 result[name] = JaggedTensor(
@@ -162,33 +175,20 @@ class HostEmbeddingCollection(HostCollection):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         return self._configs
 
-    def _read(self, request: Request) -> list[Tensor]:
-        ids = request.ids
-        bounds = self._threads.even_bounds(ids.batch_size)
+    def _read_parts(self, request: Request) -> list[Tensor]:
         outputs = []
-        for group, features in zip(self.tables.groups, request.features, strict=True):
-            first_id = feature_ids(features, ids)
-            output = torch.from_numpy(self._output_memory.take(int(first_id[-1]), group.dim))
-            failures = self._threads.run(
-                lookup_rows,
-                bounds,
-                group.rows,
-                group.dim,
-                features.described,
-                first_id,
-                ids.values,
-                ids.offsets,
-                ids.batch_size,
-                POLICIES[self._invalid_ids],
-                self._fallback_row,
-                output.numpy(),
-            )
-            raise_if_invalid(failures, features, ids)
-            outputs.append(output)
+        for group, lookup, part in zip(self.tables.groups, self._lookups, request.parts, strict=True):
+            ids = int(feature_ids(part.features, request.ids)[-1])
+            output = self._new_output(ids, group.dim, on_host=group.placement == "host")
+            self._compute(group, partial(lookup.rows, request, part, output))
+            outputs.append(output.to(self._device))
         return outputs
 
-    def _group_gradients(self, gradients: list[RowMajor]) -> list[RowMajor]:
-        return gradients
+    def _group_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
+        return [
+            gradient.cpu() if group.placement == "host" else gradient
+            for group, gradient in zip(self.tables.groups, gradients, strict=True)
+        ]
 
 
 def host_collections(model: nn.Module) -> dict[str, HostCollection]:

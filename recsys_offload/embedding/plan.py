@@ -177,6 +177,35 @@ class Plan:
     factors: np.ndarray
 
 
+@dataclass(frozen=True)
+class HotChunks:
+    """The chunks of at most ``CHUNK`` occurrences in which the gradients of very frequent rows are summed.
+
+    Attributes:
+        hot: int64 ``[h]``: the positions, in order, of the plan's rows with more than ``CHUNK`` occurrences.
+        hot_starts: int64 ``[h + 1]``: the chunks of ``hot[i]`` are ``hot_starts[i]`` to ``hot_starts[i + 1]``.
+        begin: int64 ``[c]`` and
+        end: int64 ``[c]``: the occurrences of each chunk, as positions in the plan's ``order``.
+    """
+
+    hot: np.ndarray
+    hot_starts: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+    @classmethod
+    def of(cls, plan: Plan) -> HotChunks:
+        """The chunks of a plan."""
+        occurrences = np.diff(plan.starts)
+        hot = np.flatnonzero(occurrences > layout.CHUNK)
+        chunks = -(-occurrences[hot] // layout.CHUNK)
+        hot_starts = np.concatenate([[0], np.cumsum(chunks)])
+        chunk_in_row = np.arange(hot_starts[-1]) - np.repeat(hot_starts[:-1], chunks)
+        begin = np.repeat(plan.starts[hot], chunks) + chunk_in_row * layout.CHUNK
+        end = np.minimum(begin + layout.CHUNK, np.repeat(plan.starts[hot + 1], chunks))
+        return cls(hot, hot_starts, begin, end)
+
+
 def feature_ids(features: GroupFeatures, ids: Ids) -> np.ndarray:
     """int64 ``[features + 1]``: the number of each feature's first id among the group's."""
     first_bags = features.described[:, layout.KEY] * ids.batch_size

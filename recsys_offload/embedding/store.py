@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from recsys_offload.embedding.config import SparseOptimizerSettings
+from recsys_offload.embedding.config import Placement, SparseOptimizerSettings
 from recsys_offload.embedding.host_memory import allocate
 from recsys_offload.embedding.kernels.host_init import fill_uniform
 from recsys_offload.embedding.optimizers import state_columns
@@ -25,6 +25,7 @@ class TableGroup:
 
     Attributes:
         dim: weights per row.
+        placement: ``device``, ``cached`` or ``host``.
         state: the optimizer's state per row: name -> columns ``[first, last)`` of ``rows``.
         tables: table -> (first row, number of rows).
         rows: float32 ``[R, W]``: weights in the first ``dim`` columns, state behind them.
@@ -32,6 +33,7 @@ class TableGroup:
     """
 
     dim: int
+    placement: Placement
     state: dict[str, tuple[int, int]]
     tables: dict[str, tuple[int, int]] = field(default_factory=dict)
     rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
@@ -77,6 +79,8 @@ class HostTables:
         threads: KernelThreads,
         pin: bool,
         memory_limit: int | None = None,
+        placements: Mapping[str, Placement] | None = None,
+        own_caches: Collection[str] = (),
     ) -> None:
         """Allocates and initialises the tables.
 
@@ -87,6 +91,8 @@ class HostTables:
             threads: that fill the tables.
             pin: register the memory with the device.
             memory_limit: bytes that all rows with their state may take.
+            placements: table -> ``device``, ``cached`` or ``host``; ``host`` where it is not named.
+            own_caches: tables that share no group with others, so that each can have a cache of its own.
 
         Raises:
             ValueError: a table is described twice, has no rows or columns, or a type that is not supported.
@@ -96,15 +102,17 @@ class HostTables:
         self._one_value_per_row = optimizer.name == "rowwise_adagrad"
         self.groups: list[TableGroup] = []
         self._group_of: dict[str, TableGroup] = {}
-        by_dim: dict[int, TableGroup] = {}
+        groups: dict[tuple[int, Placement, str | None], TableGroup] = {}
         for config in configs:
             _check(config)
             if config.name in self._group_of:
                 raise ValueError(f"table {config.name!r} is described twice")
-            group = by_dim.setdefault(config.embedding_dim, self._new_group(config.embedding_dim, optimizer))
+            dim, placement = config.embedding_dim, (placements or {}).get(config.name, "host")
+            key = (dim, placement, config.name if config.name in own_caches else None)
+            group = groups.setdefault(key, self._new_group(dim, placement, optimizer))
             group.add(config.name, config.num_embeddings)
             self._group_of[config.name] = group
-        self.groups = list(by_dim.values())
+        self.groups = list(groups.values())
         size = sum(group.row_count * group.width for group in self.groups) * np.dtype(np.float32).itemsize
         if memory_limit is not None and size > memory_limit:
             raise MemoryError(
@@ -121,12 +129,12 @@ class HostTables:
             self._initialise(config, optimizer, seed, threads)
 
     @staticmethod
-    def _new_group(dim: int, optimizer: SparseOptimizerSettings) -> TableGroup:
+    def _new_group(dim: int, placement: Placement, optimizer: SparseOptimizerSettings) -> TableGroup:
         state, first = {}, dim
         for name, columns in state_columns(optimizer.name, dim).items():
             state[name] = (first, first + columns)
             first += columns
-        return TableGroup(dim, state)
+        return TableGroup(dim, placement, state)
 
     def _initialise(
         self, config: BaseEmbeddingConfig, optimizer: SparseOptimizerSettings, seed: int, threads: KernelThreads

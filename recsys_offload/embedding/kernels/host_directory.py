@@ -81,19 +81,19 @@ def touch_rows(
             missing += 1
         elif records[slot, LAST_USE] != number:
             held += records[slot, LAST_USE] < oldest
-            records[slot, LAST_USE] = number
+            records[slot, LAST_USE] = max(records[slot, LAST_USE], number)
             records[slot, SCORE] = _add_use(records[slot, SCORE], use)
     return missing * 2**32 + held
 
 
 @kernel
 def count_last_uses(slots: Any, number: int, records: Any) -> int:
-    """How many of ``slots`` no batch after ``number`` uses."""
+    """How many of ``slots`` no batch after ``number`` uses; negative ones stand for none."""
     count = 0
     for index in range(slots.shape[0]):
-        if index + SLOTS_AHEAD < slots.shape[0]:
+        if index + SLOTS_AHEAD < slots.shape[0] and slots[index + SLOTS_AHEAD] >= 0:
             prefetch(records, np.int64(slots[index + SLOTS_AHEAD]) * RECORD_COLUMNS)
-        count += records[slots[index], LAST_USE] == number
+        count += slots[index] >= 0 and records[slots[index], LAST_USE] == number
     return count
 
 
@@ -121,7 +121,7 @@ def list_victims(records: Any, row_of_slot: Any, number: int, oldest: int, wante
             lowest = min(lowest, records[slot, SCORE])
             highest = max(highest, records[slot, SCORE])
             idle += 1
-    limit = highest
+    limit = np.int64(highest)
     if idle > victims.shape[0]:
         # The score below which there are about as many as there is room for.
         buckets = np.zeros(4096, np.int64)

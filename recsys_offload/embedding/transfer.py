@@ -1,0 +1,122 @@
+"""Moves rows between the host's tables and the slots, beside the compute, in an order that keeps every value."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from recsys_offload.embedding.runtime import Event, Runtime, Stream
+from recsys_offload.embedding.slots import HostSlots, Slots
+from recsys_offload.embedding.statistics import CacheStatistics
+
+SlotsT = TypeVar("SlotsT", bound=Slots)
+
+
+@dataclass(frozen=True)
+class Move(Generic[SlotsT]):
+    """Rows that leave slots of one group, and rows that take their place.
+
+    Attributes:
+        host: float32 ``[R, W]``: the group's tables.
+        slots: of the group.
+        write_back_rows: int64 ``[v]`` and
+        write_back_slots: ``[v]``: changed rows, and the slots that hold their values.
+        fetch_rows: int64 ``[m]`` and
+        fetch_slots: ``[m]``: rows to fetch, and their slots.
+        after: the updates by the batches that used these slots, as far as they may not have run yet.
+    """
+
+    host: np.ndarray
+    slots: SlotsT
+    write_back_rows: np.ndarray
+    write_back_slots: np.ndarray
+    fetch_rows: np.ndarray
+    fetch_slots: np.ndarray
+    after: Sequence[Event] = ()
+
+
+class Arrival(ABC):
+    """The moment that moved rows are in their slots."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether they are."""
+
+    @abstractmethod
+    def before(self, compute: Stream) -> None:
+        """Lets the compute that follows wait for it; raises the error that stopped the move."""
+
+
+class Transfer(ABC):
+    """Carries out moves in the order they are given.
+
+    A move first writes back, after the last update of the slots, and then fetches into the slots. A row that is on
+    its way back is never fetched before it has arrived.
+    """
+
+    @abstractmethod
+    def move(self, move: Move) -> Arrival:
+        """Begins a move; returns at once."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for all moves; raises the error that stopped one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for all moves and gives threads, streams and buffers back."""
+
+
+class _HostArrival(Arrival):
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def before(self, compute: Stream) -> None:
+        compute.wait(self._event)
+
+
+class HostTransfer(Transfer):
+    """Moves rows to and from slots in host memory: one thread copies them row by row."""
+
+    def __init__(self, runtime: Runtime, statistics: CacheStatistics) -> None:
+        """Args:
+        runtime: whose stream does the copying.
+        statistics: where the time is noted.
+        """
+        self._stream = runtime.new_stream("move rows")
+        self._statistics = statistics
+
+    def move(self, move: Move[HostSlots]) -> Arrival:
+        slots, host = move.slots, move.host
+        for update in move.after:
+            self._stream.wait(update)
+        if len(move.write_back_rows):
+            write_back = self._timed(
+                "write back", lambda: slots.write_back(host, move.write_back_rows, move.write_back_slots)
+            )
+            self._stream.run(write_back)
+        if len(move.fetch_rows):
+            self._stream.run(self._timed("fetch", lambda: slots.fetch(host, move.fetch_rows, move.fetch_slots)))
+        return _HostArrival(self._stream.record())
+
+    def _timed(self, name: str, work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            start = time.perf_counter()
+            work()
+            self._statistics.moved(name, start, time.perf_counter())
+
+        return run
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.close()
