@@ -13,8 +13,10 @@ from recsys_offload.embedding import (
     HostEmbeddingBagCollection,
     HostEmbeddingCollection,
     InvalidIdError,
+    Prefetcher,
     SparseOptimizerSettings,
     host_collections,
+    prefetch,
 )
 from recsys_offload.models import ModelSettings, build_model
 
@@ -28,7 +30,9 @@ __all__ = [
     "InvalidIdError",
     "ModelSettings",
     "ParquetBatches",
+    "Prefetcher",
     "SparseOptimizerSettings",
     "build_model",
     "host_collections",
+    "prefetch",
 ]

@@ -108,6 +108,8 @@ def save_checkpoint(
         TypeError: a state holds something that is neither a tensor nor JSON-like; nothing was written.
     """
     collections = host_collections(model)
+    for collection in collections.values():
+        collection.flush()  # the newest values of cached rows are on the device
     dense, extra = _dense_state(model, collections)
     optimizer_content, optimizer_tensors = pack(
         {"class": type(dense_optimizer).__name__, "state": dense_optimizer.state_dict()}
@@ -228,7 +230,8 @@ def _load_model(
     weights_only: bool,
 ) -> None:
     """Compare everything with what is there, then fill ``tables`` and the dense part of ``model``."""
-    dense, extra = _dense_state(model, host_collections(model))
+    collections = host_collections(model)
+    dense, extra = _dense_state(model, collections)
     saved_tables = [f"tables/{file.name}" for file in (path / "tables").glob("*.safetensors")]
     _check_names("host tables", path, saved_tables, tables)
     for name, tensors in tables.items():
@@ -236,8 +239,12 @@ def _load_model(
     _check_tensors(path / "dense.safetensors", dense)
     _check_names("extra state of modules", path, extra_state, extra)
 
+    for collection in collections.values():
+        collection.flush()  # loading weights alone leaves the optimizer's state as it is
     for name, tensors in tables.items():
         read_safetensors_into(path / name, tensors)
+    for collection in collections.values():
+        collection.reload()
     # Not strict: the names were compared above, and the tables, already filled, are not among them.
     model.load_state_dict({**read_safetensors(path / "dense.safetensors"), **extra_state}, strict=False)
 

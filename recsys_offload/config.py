@@ -84,6 +84,12 @@ class LoggingSettings(Settings):
     plain_interval_seconds: float = Field(
         10.0, ge=0.0, description="Seconds between progress lines when the output is not a terminal."
     )
+    trace_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Note when each lane of the cache works for so many steps (after the first 20), and write "
+        "timeline.json (for ui.perfetto.dev or chrome://tracing) and timeline.png into the run folder.",
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard files into the run folder.")
 
 

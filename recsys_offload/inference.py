@@ -51,9 +51,12 @@ def load_model(path: Path, device: torch.device) -> TrainedModel:
     run, checkpoint = _locate(path)
     config = read_config(run / "config.yaml")
     encoding = Encoding.load(run / "encoding")
-    # Nothing is trained here, and SGD's tables carry no state: the memory of the weights alone.
+    # Nothing is trained here: SGD's tables carry no state, and a cache would stay empty.
     optimizer = config.embedding.optimizer.model_copy(update={"name": "sgd"})
-    embedding = config.embedding.model_copy(update={"optimizer": optimizer})
+    cache = config.embedding.cache.model_copy(update={"sizes": {}})
+    embedding = config.embedding.model_copy(
+        update={"optimizer": optimizer, "placement": "host", "placements": {}, "cache": cache}
+    )
     model = build_model(config.model, config.data, embedding, config.run.seed, device)
     load_weights(checkpoint, model)
     return TrainedModel(checkpoint, config, encoding, model.eval(), device)

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 __all__ = ["Throughput", "TrainingProgress", "format_duration"]
 
 _WINDOW_SECONDS = 20.0
+# Between two changes of the live line.
+_LIVE_SECONDS = 0.5
 
 
 class Throughput:
@@ -80,20 +82,26 @@ class TrainingProgress:
             self._live = Progress(TextColumn("{task.description}"), BarColumn(), console=console)
             self._task: TaskID = self._live.add_task("starting", total=total_steps, completed=step)
 
-    def update(self, *, step: int, epoch: int, loss: float, samples: int) -> None:
+    def update(
+        self, *, step: int, epoch: int, loss: float, samples: int, remark: Callable[[], str] = lambda: ""
+    ) -> None:
         """One more step is done.
 
         Args:
             epoch: the epoch that the step belongs to, from 1.
             loss: as shown.
             samples: the samples of this step.
+            remark: gives what else the line says; asked only when a line is shown.
         """
         self.throughput.update(step, samples)
+        if time.monotonic() < self._next_line:
+            return
+        self._next_line = time.monotonic() + (self._interval if self._live is None else _LIVE_SECONDS)
+        line = self._line(step, epoch, loss) + remark()
         if self._live is not None:
-            self._live.update(self._task, completed=step, description=self._line(step, epoch, loss))
-        elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + self._interval
-            self._console.print(self._line(step, epoch, loss), highlight=False, markup=False, soft_wrap=True)
+            self._live.update(self._task, completed=step, description=line)
+        else:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def message(self, text: str) -> None:
         """Print a line that stays."""

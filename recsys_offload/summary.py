@@ -35,6 +35,7 @@ class Summary:
         test: the metrics of the best checkpoint on the test part; None without one.
         training_seconds: time spent in training steps, evaluations and checkpoints.
         examples: training examples seen, repeated ones included.
+        cache: what the embedding cache did (``embedding/statistics.py``); None where no table is cached.
     """
 
     reason: str
@@ -46,6 +47,7 @@ class Summary:
     test: Mapping[str, float] | None
     training_seconds: float
     examples: int
+    cache: Mapping[str, float] | None = None
 
 
 def write_summary(summary: Summary, records: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -103,6 +105,14 @@ def print_summary(summary: Summary, folder: Path, console: Console) -> None:
     seconds = summary.training_seconds
     rate = summary.examples / seconds if seconds else 0.0
     console.print(f"Trained for {format_duration(seconds)} at {rate:,.0f} examples/s overall.", highlight=False)
+    if summary.cache is not None:
+        cache = summary.cache
+        moved = (cache["fetched_bytes"] + cache["written_back_bytes"]) / 2**20
+        console.print(
+            f"Embedding cache: {cache['hit_rate']:.1%} hits, {moved:,.0f} MiB moved, training waited "
+            f"{cache['stalled_seconds']:.2f} s for rows.",
+            highlight=False,
+        )
     console.print(f"Run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
+from recsys_offload.cache_report import CacheReport
 from recsys_offload.checkpoint import latest_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from recsys_offload.data import Batch, Encoding, ParquetBatches
 from recsys_offload.dense_optimizer import build_dense_optimizer
 from recsys_offload.device import choose_device, make_repeatable
 from recsys_offload.early_stopping import EarlyStopping
-from recsys_offload.embedding.modules import host_collections
+from recsys_offload.embedding import host_collections, prefetch
+from recsys_offload.embedding.uses import count_uses
 from recsys_offload.faults import NonFiniteLossError, describe_fault, naming_batch
 from recsys_offload.metrics import METRICS, evaluate_batches
-from recsys_offload.models import build_model
+from recsys_offload.models import build_model, table_configs
 from recsys_offload.progress import TrainingProgress
 from recsys_offload.run_folder import RunFolder
 from recsys_offload.schedules import build_schedule
@@ -29,6 +33,9 @@ from recsys_offload.stop_request import StopRequest, StopRequested
 from recsys_offload.summary import Summary
 
 __all__ = ["Trainer"]
+
+# Batches whose ids are counted before placements are chosen.
+BATCHES_COUNTED = 100
 
 
 @dataclass
@@ -85,11 +92,18 @@ class Trainer:
         self.validation_batches = self._evaluation_batches("validation")
         self.test_batches = self._evaluation_batches("test")
 
-        self.model = build_model(config.model, config.data, config.embedding, config.run.seed, self.device)
+        self.model = build_model(
+            config.model, config.data, config.embedding, config.run.seed, self.device, self._count_uses()
+        )
+        collections = host_collections(self.model)
+        self.prefetched = prefetch(self.train_batches, self.model, config.embedding.look_ahead)
+        self.cache_report = CacheReport(
+            list(collections.values()), self.prefetched, run.path, config.logging.trace_steps
+        )
         self.parameters = list(self.model.parameters())
         self.dense_optimizer = build_dense_optimizer(config.dense_optimizer, self.parameters)
         self.optimizers = {"dense": self.dense_optimizer} | {
-            f"sparse.{path}": collection.optimizer for path, collection in host_collections(self.model).items()
+            f"sparse.{path}": collection.optimizer for path, collection in collections.items()
         }
         self.schedulers = {
             name: build_schedule(
@@ -127,12 +141,14 @@ class Trainer:
                 self._save()
                 raise
             finally:
+                self.prefetched.close()
                 self.train_batches.close()
+                self.cache_report.write_trace()
 
     def _train_epoch(self) -> None:
         """Train to the end of the epoch that the batches are in, or to the end of the run."""
         self.model.train()
-        for batch in self.train_batches:
+        for batch in self.prefetched:
             with naming_batch(batch):
                 self._train_step(batch)
             self._at_step_boundary()
@@ -171,10 +187,14 @@ class Trainer:
         state.loss_sum += loss
         state.loss_steps += 1
         mean_loss = state.loss_sum / state.loss_steps
-        self.progress.update(step=state.step, epoch=state.epoch + 1, loss=mean_loss, samples=examples)
+        self.progress.update(
+            step=state.step, epoch=state.epoch + 1, loss=mean_loss, samples=examples, remark=self.cache_report.text
+        )
+        self.cache_report.after_step()
         if state.step % self.config.logging.interval_steps == 0:
             rate = self.progress.throughput.samples_per_second
             values = {"epoch": state.epoch + 1, "loss": mean_loss, **rates, "samples_per_second": rate}
+            values.update(self.cache_report.values())
             self.run.log("train", state.step, values)
             state.loss_sum, state.loss_steps = 0.0, 0
 
@@ -222,7 +242,7 @@ class Trainer:
                 model=self.model,
                 dense_optimizer=self.dense_optimizer,
                 schedulers=self.schedulers,
-                data=self.train_batches.state_dict(),
+                data=self.prefetched.state_dict(),
                 trainer=asdict(state),
                 keep=self.config.checkpoint.keep,
                 protect=[] if best is None else [self._checkpoint_path(best)],
@@ -279,7 +299,24 @@ class Trainer:
             test=test,
             training_seconds=state.seconds,
             examples=state.examples,
+            cache=self.cache_report.totals(),
         )
+
+    def _count_uses(self) -> dict[str, np.ndarray] | None:
+        """How often the rows are used, where the settings need to know: in some batches, or for a warm start in all."""
+        embedding = self.config.embedding
+        automatic = "auto" in (embedding.placement, *embedding.placements.values())
+        if not automatic and not embedding.cache.warm_start:
+            return None
+        tables = table_configs(self.config.data, self.config.model.embedding_dim)
+        batches = ParquetBatches(
+            self.config.data, self.encoding, "train", self.config.train.batch_size, require_label=False
+        )
+        try:
+            chosen = batches if embedding.cache.warm_start else islice(batches, BATCHES_COUNTED)
+            return count_uses((batch.sparse for batch in chosen), tables)
+        finally:
+            batches.close()
 
     def _evaluation_batches(self, part: Literal["validation", "test"]) -> ParquetBatches | None:
         """The batches of a part, in the order of the files; None where the data has no such part."""

@@ -1,5 +1,6 @@
 """Embedding tables in host memory."""
 
+from recsys_offload.embedding.collection import HostCollection
 from recsys_offload.embedding.config import EmbeddingSettings, SparseOptimizerSettings
 from recsys_offload.embedding.modules import HostEmbeddingBagCollection, HostEmbeddingCollection, host_collections
 from recsys_offload.embedding.plan import InvalidIdError
@@ -7,6 +8,7 @@ from recsys_offload.embedding.prefetch import Prefetcher, prefetch
 
 __all__ = [
     "EmbeddingSettings",
+    "HostCollection",
     "HostEmbeddingBagCollection",
     "HostEmbeddingCollection",
     "InvalidIdError",

@@ -77,7 +77,9 @@ def build_cache(
     counts = _counts(groups, settings, settings.size)
     limits = [group.row_count for group in groups]
     if settings.limit is not None:
-        limits = [max(*both) for both in zip(counts, _counts(groups, settings, settings.limit), strict=True)]
+        limits = _counts(groups, settings, settings.limit)
+        if any(limit < count for limit, count in zip(limits, counts, strict=True)):
+            raise ValueError(f"cache.limit {settings.limit} is less than the cache's size {settings.size}")
     caches = [
         GroupCache(
             group,

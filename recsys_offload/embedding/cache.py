@@ -150,6 +150,11 @@ class DeviceCache:
             self._collect_finished()
             return len(self._unfinished)
 
+    @property
+    def slot_count(self) -> int:
+        """Slots of all groups together."""
+        return sum(cache.directory.slots for cache in self.groups)
+
     def slots_held(self) -> int:
         """How many slots unfinished batches hold."""
         with self.lock:
@@ -212,7 +217,7 @@ class DeviceCache:
                 ticket.arrival = self._move(cache, rows, admission)
             ticket.admitted = True
             self.statistics.add(batches=1)
-            self.statistics.span("plan", f"admit batch {ticket.number}", start, time.perf_counter())
+            self.statistics.span("move ahead", f"admit batch {ticket.number}", start, time.perf_counter())
             return True
 
     def _move(self, cache: GroupCache, rows: np.ndarray, admission: Admission) -> Arrival:
@@ -306,9 +311,21 @@ class DeviceCache:
                 )
             self._transfer.drain()
             for cache in self.groups:
-                self.fill(cache, cache.directory.forget())
+                self._fill(cache, cache.directory.forget())
 
-    def fill(self, cache: GroupCache, rows: np.ndarray) -> None:
+    def warm(self, uses: Sequence[np.ndarray]) -> None:
+        """Fills the slots with the rows that are used most.
+
+        Args:
+            uses: for each group, float32 ``[R]``: how many batches in one use each row.
+        """
+        with self.lock:
+            for cache, group_uses in zip(self.groups, uses, strict=True):
+                if isinstance(cache.directory, Directory):
+                    cache.directory.forget()
+                    self._fill(cache, cache.directory.warm(group_uses))
+
+    def _fill(self, cache: GroupCache, rows: np.ndarray) -> None:
         """Fetches rows (int64 ``[m]``) that the directory has put into slots 0 to m - 1."""
         nothing = np.empty(0, np.int64)
         slots = np.arange(len(rows), dtype=np.int32)

@@ -77,6 +77,19 @@ class _Lookup(torch.autograd.Function):
         return None, weight_gradient, None, None
 
 
+def _check_names(names: Sequence[str], placements: Mapping[str, Placement], cache: CacheSettings) -> None:
+    for what, given in {"placements": placements, "cache.sizes": cache.sizes}.items():
+        for name in given:
+            if name not in names:
+                raise ValueError(f"{what} names a table {name!r} that does not exist; there are {list(names)}")
+    for name in cache.sizes:
+        if placements.get(name, "host") != "cached":
+            raise ValueError(f"cache.sizes gives table {name!r} a cache, but its placement is not cached")
+    for name, placement in placements.items():
+        if placement not in ("device", "cached", "host"):
+            raise ValueError(f"table {name!r}: placement must be device, cached or host, not {placement!r}")
+
+
 class HostCollection(nn.Module):
     """What the collections have in common: the tables, their cache and optimizer, and their place in a state dict.
 
@@ -115,6 +128,7 @@ class HostCollection(nn.Module):
         self._pooled = pooled
         self._invalid_ids, self._fallback_row = invalid_ids, fallback_row
         cache = cache or CacheSettings()
+        _check_names([config.name for config in self._configs], placements or {}, cache)
         self.tables = HostTables(
             self._configs,
             optimizer,
@@ -221,6 +235,7 @@ class HostCollection(nn.Module):
                 assert part.plan is not None
                 part.slots = cache.slots
                 part.batch = SlotBatch.of(request.ids, part.features, part.plan, slots)
+                cache.slots.prepare(part.batch)
         with self._planning:
             self._planned.setdefault(id(request.features), deque()).append(request)
         return True
@@ -375,6 +390,17 @@ class HostCollection(nn.Module):
         """
         if self.cache is not None:
             self.cache.flush()
+
+    def warm(self, uses: Mapping[str, np.ndarray]) -> None:
+        """Fills the cache with the rows that are used most, before training begins.
+
+        Args:
+            uses: table -> float32 ``[rows]``: how many batches in one use each row, as ``count_uses`` gives it.
+        """
+        if self.cache is not None:
+            self.cache.warm(
+                [np.concatenate([uses[name] for name in cache.group.tables]) for cache in self.cache.groups]
+            )
 
     def reload(self) -> None:
         """Call it after ``tables`` has been given new values: the cache then takes them from there.

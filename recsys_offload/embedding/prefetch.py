@@ -180,7 +180,7 @@ class _Pipeline(Generic[BatchT]):
     def next(self) -> _Item[BatchT] | None:
         """The next batch, its rows in their slots or on their way there; None at the end."""
         if self._depth == 0:
-            item = self._read()
+            item = None if self._closed else self._read()
             if item is not None:
                 self._admit(item, [], may_grow=True)
             return item

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -24,6 +25,10 @@ class Event(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Waits, in the calling thread, until the work before it is finished; raises the error that stopped it."""
+
+    @abstractmethod
+    def time(self) -> float:
+        """When that was, once it is ``done``: seconds, as ``time.perf_counter`` counts them."""
 
 
 class Stream(ABC):
@@ -70,11 +75,17 @@ class Runtime(ABC):
 
 
 class _Reached(Event):
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
     def done(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         """Returns at once."""
+
+    def time(self) -> float:
+        return self._time
 
 
 class _CallingThread(Stream):
@@ -87,13 +98,12 @@ class _CallingThread(Stream):
         event.synchronize()
 
     def record(self) -> Event:
-        return _REACHED
+        return _Reached()
 
     def close(self) -> None:
         """Has nothing to end."""
 
 
-_REACHED = _Reached()
 _CALLING_THREAD = _CallingThread()
 
 
@@ -104,6 +114,7 @@ class _ThreadEvent(Event):
 
     def reach(self, error: BaseException | None) -> None:
         self._error = error
+        self._time = time.perf_counter()
         self._reached.set()
 
     def done(self) -> bool:
@@ -113,6 +124,9 @@ class _ThreadEvent(Event):
         self._reached.wait()
         if self._error is not None:
             raise self._error
+
+    def time(self) -> float:
+        return self._time
 
 
 class WorkerStream(Stream):
@@ -172,9 +186,19 @@ class HostRuntime(Runtime):
         """Returns at once: what threads have computed is done."""
 
 
+class _Clock:
+    """A moment that is known both as an event of the device and as a time of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
+        self.event.synchronize()
+        self.time = time.perf_counter()
+
+
 class _DeviceEvent(Event):
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: torch.Event, clock: _Clock) -> None:
         self.event = event
+        self._clock = clock
 
     def done(self) -> bool:
         return self.event.query()
@@ -182,10 +206,14 @@ class _DeviceEvent(Event):
     def synchronize(self) -> None:
         self.event.synchronize()
 
+    def time(self) -> float:
+        return self._clock.time + self._clock.event.elapsed_time(self.event) / 1e3
+
 
 class _DeviceStream(Stream):
-    def __init__(self, stream: torch.Stream) -> None:
+    def __init__(self, stream: torch.Stream, clock: _Clock) -> None:
         self._stream = stream
+        self._clock = clock
 
     def run(self, work: Callable[[], None]) -> None:
         with self._stream:
@@ -198,7 +226,8 @@ class _DeviceStream(Stream):
             event.synchronize()
 
     def record(self) -> Event:
-        return _DeviceEvent(self._stream.record_event())
+        event = torch.Event(self._stream.device, enable_timing=True)
+        return _DeviceEvent(self._stream.record_event(event), self._clock)
 
     def close(self) -> None:
         """Leaves the stream to PyTorch, which keeps streams for reuse."""
@@ -209,13 +238,14 @@ class DeviceRuntime(Runtime):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._clock = _Clock(device)
 
     @property
     def compute(self) -> Stream:
-        return _DeviceStream(torch.accelerator.current_stream(self.device))
+        return _DeviceStream(torch.accelerator.current_stream(self.device), self._clock)
 
     def new_stream(self, name: str) -> Stream:
-        return _DeviceStream(torch.Stream(self.device))
+        return _DeviceStream(torch.Stream(self.device), self._clock)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)

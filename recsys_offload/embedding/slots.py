@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from recsys_offload.embedding.threads import KernelThreads
 from recsys_offload.embedding.update import update
 
 
-@dataclass(frozen=True)
+@dataclass
 class SlotBatch:
     """A batch's ids as slots, numbered feature by feature: N ids, F features, B samples.
 
@@ -32,6 +33,7 @@ class SlotBatch:
         columns: int64 ``[F]``: the first column of each feature's pooled vector in the output.
         means: bool ``[F]``: whether a feature's bags are averaged.
         batch_size: B.
+        packed: what ``Slots.prepare`` made of it.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class SlotBatch:
     columns: np.ndarray
     means: np.ndarray
     batch_size: int
+    packed: Any = None
 
     @classmethod
     def of(cls, ids: Ids, features: GroupFeatures, plan: Plan, slots: np.ndarray) -> SlotBatch:
@@ -80,6 +83,17 @@ class Slots(ABC):
         Raises:
             MemoryError: there is not enough memory.
         """
+
+    def prepare(self, batch: SlotBatch) -> None:  # noqa: B027 - most kinds need nothing
+        """Makes ready, ahead of time and in any thread, what the batch's lookup and update will need."""
+
+    @abstractmethod
+    def fetch(self, host: np.ndarray, host_rows: np.ndarray, slots: np.ndarray) -> None:
+        """Copies rows of ``host`` float32 ``[R, W]`` into slots."""
+
+    @abstractmethod
+    def write_back(self, host: np.ndarray, host_rows: np.ndarray, slots: np.ndarray) -> None:
+        """Copies slots into rows of ``host`` float32 ``[R, W]``."""
 
     @abstractmethod
     def assemble(self, host: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> Slots:
@@ -150,11 +164,9 @@ class HostSlots(Slots):
         self.rows = rows
 
     def fetch(self, host: np.ndarray, host_rows: np.ndarray, slots: np.ndarray) -> None:
-        """Copies rows of ``host`` float32 ``[R, W]`` into slots."""
         copy_rows(host, host_rows, self.rows, slots, self.width)
 
     def write_back(self, host: np.ndarray, host_rows: np.ndarray, slots: np.ndarray) -> None:
-        """Copies slots into rows of ``host`` float32 ``[R, W]``."""
         copy_rows(self.rows, slots, host, host_rows, self.width)
 
     def assemble(self, host: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> HostSlots:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from recsys_offload.embedding.runtime import Event, Runtime, Stream
-from recsys_offload.embedding.slots import HostSlots, Slots
+from recsys_offload.embedding.slots import Slots
 from recsys_offload.embedding.statistics import CacheStatistics
 
 SlotsT = TypeVar("SlotsT", bound=Slots)
@@ -59,6 +60,13 @@ class Transfer(ABC):
     its way back is never fetched before it has arrived.
     """
 
+    def __init__(self, statistics: CacheStatistics) -> None:
+        """Args:
+        statistics: where the time is noted.
+        """
+        self._statistics = statistics
+        self._running: deque[tuple[str, Event, Event]] = deque()
+
     @abstractmethod
     def move(self, move: Move) -> Arrival:
         """Begins a move; returns at once."""
@@ -71,8 +79,19 @@ class Transfer(ABC):
     def close(self) -> None:
         """Waits for all moves and gives threads, streams and buffers back."""
 
+    def _run(self, stream: Stream, name: str, work: Callable[[], None]) -> None:
+        """Gives ``stream`` work whose time is noted."""
+        start = stream.record()
+        stream.run(work)
+        self._running.append((name, start, stream.record()))
+        while self._running and self._running[0][2].done():
+            name, start, end = self._running.popleft()
+            self._statistics.moved(name, start.time(), end.time())
 
-class _HostArrival(Arrival):
+
+class StreamArrival(Arrival):
+    """The point in a stream at which rows have arrived."""
+
     def __init__(self, event: Event) -> None:
         self._event = event
 
@@ -91,29 +110,19 @@ class HostTransfer(Transfer):
         runtime: whose stream does the copying.
         statistics: where the time is noted.
         """
+        super().__init__(statistics)
         self._stream = runtime.new_stream("move rows")
-        self._statistics = statistics
 
-    def move(self, move: Move[HostSlots]) -> Arrival:
+    def move(self, move: Move) -> Arrival:
         slots, host = move.slots, move.host
         for update in move.after:
             self._stream.wait(update)
         if len(move.write_back_rows):
-            write_back = self._timed(
-                "write back", lambda: slots.write_back(host, move.write_back_rows, move.write_back_slots)
-            )
-            self._stream.run(write_back)
+            write_back = partial(slots.write_back, host, move.write_back_rows, move.write_back_slots)
+            self._run(self._stream, "write back", write_back)
         if len(move.fetch_rows):
-            self._stream.run(self._timed("fetch", lambda: slots.fetch(host, move.fetch_rows, move.fetch_slots)))
-        return _HostArrival(self._stream.record())
-
-    def _timed(self, name: str, work: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            start = time.perf_counter()
-            work()
-            self._statistics.moved(name, start, time.perf_counter())
-
-        return run
+            self._run(self._stream, "fetch", partial(slots.fetch, host, move.fetch_rows, move.fetch_slots))
+        return StreamArrival(self._stream.record())
 
     def drain(self) -> None:
         self._stream.synchronize()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
@@ -10,6 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from recsys_offload.data import DataSettings
 from recsys_offload.embedding import EmbeddingSettings, HostEmbeddingBagCollection
+from recsys_offload.embedding.placement import choose_placements
 from recsys_offload.models.config import ModelSettings
 from recsys_offload.models.sparse_arch import DirectSparseArch
 
@@ -45,7 +49,12 @@ def table_configs(data: DataSettings, embedding_dim: int) -> list[EmbeddingBagCo
 
 
 def build_model(
-    settings: ModelSettings, data: DataSettings, embedding: EmbeddingSettings, seed: int, device: torch.device
+    settings: ModelSettings,
+    data: DataSettings,
+    embedding: EmbeddingSettings,
+    seed: int,
+    device: torch.device,
+    uses: Mapping[str, np.ndarray] | None = None,
 ) -> nn.Module:
     """The model that the settings describe.
 
@@ -58,14 +67,17 @@ def build_model(
         embedding: how the tables are trained.
         seed: of all initial values.
         device: of the dense part.
+        uses: how often the rows are used, where that is known (``count_uses``): it helps to choose placements, and a
+            warm start begins with the most frequent rows cached.
 
     Raises:
         ValueError: the model cannot be built from these settings.
     """
     if not data.sparse:
         raise ValueError("data.sparse names no feature: the models need at least one embedding table")
+    tables = table_configs(data, settings.embedding_dim)
     collection = HostEmbeddingBagCollection(
-        table_configs(data, settings.embedding_dim),
+        tables,
         is_weighted=any(feature.weights is not None for feature in data.sparse.values()),
         optimizer=embedding.optimizer,
         invalid_ids=embedding.invalid_ids,
@@ -74,7 +86,11 @@ def build_model(
         threads=embedding.threads,
         memory_limit=embedding.memory_limit,
         device=device,
+        placements=choose_placements(tables, embedding, device, uses),
+        cache=embedding.cache,
     )
+    if uses is not None and embedding.cache.warm_start:
+        collection.warm(uses)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return _dense_part(settings, collection, len(data.dense)).to(device)

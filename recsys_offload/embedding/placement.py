@@ -1,0 +1,107 @@
+"""Where each table is looked up and updated, where the user leaves that to us."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+
+from recsys_offload.embedding.config import EmbeddingSettings, Placement
+from recsys_offload.embedding.optimizers import state_columns
+
+FLOAT_BYTES = 4
+# The part of a budget that whole tables may take before there is a cache for the others.
+RESIDENT_SHARE = 1 / 2
+# The part of the device's free memory that is taken where no budget is given: the dense part needs some, too.
+FREE_MEMORY_SHARE = 1 / 2
+
+
+def choose_placements(
+    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
+    settings: EmbeddingSettings,
+    device: torch.device,
+    uses: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, Placement]:
+    """The placement of every table: what the settings say, with ``auto`` decided.
+
+    With ``auto``, small tables are resident, because nearly all of their rows are in every batch; the others share
+    what is left as a cache, but for those where that would move more bytes than looking up on the host. Where there
+    is no device memory to fill (a CPU, and no ``device_memory``), tables stay on the host.
+
+    Args:
+        configs: of all tables.
+        settings: ``placement``, ``placements`` and ``device_memory``.
+        device: that has the cache.
+        uses: table -> float32 ``[rows]``: how many batches in one use each row (``uses.count_uses``), if known.
+
+    Returns:
+        Table -> ``device``, ``cached`` or ``host``.
+
+    Raises:
+        ValueError: a table is named that does not exist.
+    """
+    names = [config.name for config in configs]
+    for name in settings.placements:
+        if name not in names:
+            raise ValueError(f"embedding.placements names a table {name!r} that does not exist; there are {names}")
+    placements = {name: settings.placements.get(name, settings.placement) for name in names}
+    automatic = [config for config in configs if placements[config.name] == "auto"]
+    if automatic:
+        budget = _budget(settings, device)
+        placements.update(_place(automatic, settings, budget, uses or {}))
+    return placements
+
+
+def _budget(settings: EmbeddingSettings, device: torch.device) -> int:
+    """Bytes of device memory that tables may take."""
+    if settings.device_memory is not None:
+        return settings.device_memory
+    if device.type == "cpu":
+        return 0
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free * FREE_MEMORY_SHARE)
+
+
+def _place(
+    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
+    settings: EmbeddingSettings,
+    budget: int,
+    uses: Mapping[str, np.ndarray],
+) -> dict[str, Placement]:
+    if budget == 0:
+        return {config.name: "host" for config in configs}
+    sizes = {}
+    for config in configs:
+        width = config.embedding_dim + sum(state_columns(settings.optimizer.name, config.embedding_dim).values())
+        sizes[config.name] = config.num_embeddings * width * FLOAT_BYTES
+    placements: dict[str, Placement] = {}
+    resident = 0
+    limit = budget if sum(sizes.values()) <= budget else budget * RESIDENT_SHARE
+    ascending = sorted(configs, key=lambda config: sizes[config.name])
+    for config in ascending:
+        if resident + sizes[config.name] > limit:
+            break
+        placements[config.name] = "device"
+        resident += sizes[config.name]
+    others = [config for config in ascending if config.name not in placements]
+    share = (budget - resident) / max(1, sum(sizes[config.name] for config in others))
+    for config in others:
+        counts = uses.get(config.name)
+        cached = counts is None or _cache_moves_less(config, counts, sizes[config.name] / config.num_embeddings, share)
+        placements[config.name] = "cached" if cached else "host"
+    return placements
+
+
+def _cache_moves_less(
+    config: EmbeddingBagConfig | EmbeddingConfig, uses: np.ndarray, row_bytes: float, share: float
+) -> bool:
+    """Whether a cache of the most used ``share`` of the rows moves fewer bytes per batch than looking up on the host.
+
+    A row that is not cached goes to the device and back with its state; a looked-up vector goes there, and its
+    gradient back. There are at least as many vectors as distinct rows.
+    """
+    kept = int(share * len(uses))
+    missed = float(uses.sum() - np.partition(uses, len(uses) - kept)[len(uses) - kept :].sum())
+    return missed * row_bytes <= float(uses.sum()) * config.embedding_dim * FLOAT_BYTES
