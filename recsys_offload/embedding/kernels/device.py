@@ -1,0 +1,602 @@
+"""Triton kernels over slots on a device: what host_lookup.py and host_update.py compute, to the same bit.
+
+Every sum runs in the host kernels' order, and no product is fused with a sum; nothing is sorted and no atomics are
+used, so a result does not depend on how programs are scheduled. Offsets into rows, gradients and outputs are 64 bits
+wide. Importing this module raises ImportError where Triton is missing.
+
+Arrays are torch tensors on the device: int32 indices and float32 values, contiguous where nothing else is said. The
+names are those of ``SlotBatch``, ``Plan`` and ``HotChunks``: N ids, n distinct rows, F features, B samples, S slots of
+W values each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from recsys_offload.embedding.kernels import layout
+
+LANES = tl.constexpr(layout.LANES)
+CHUNK = tl.constexpr(layout.CHUNK)
+SGD = tl.constexpr(layout.SGD)
+ADAGRAD = tl.constexpr(layout.ADAGRAD)
+ROWWISE_ADAGRAD = tl.constexpr(layout.ROWWISE_ADAGRAD)
+
+# Elements in the tile of a program that works on several rows at once, and the warps that share it.
+TILE = 512
+TILE_WARPS = 4
+# Elements per warp of a program that works on one row.
+ROW_ELEMENTS_PER_WARP = 256
+MOST_WARPS = 8
+# Gradients that a program has under way at once.
+UNROLL = tl.constexpr(8)
+
+
+def _kernel(varying: list[str]) -> Callable[[Callable[..., None]], Any]:
+    """Makes a kernel that is not compiled anew for other values or alignments of the ``varying`` arguments.
+
+    They are numbers that change from batch to batch, and arrays packed behind one another.
+    """
+    return triton.jit(do_not_specialize=varying, do_not_specialize_on_alignment=varying)
+
+
+@triton.jit
+def _sum_lanes(lanes: tl.tensor, count: tl.constexpr) -> tl.tensor:
+    """``[count]``: the sums of ``lanes`` ``[count, LANES]``, added pairwise: first with fourth next, and so on.
+
+    A sum of two does not depend on the order in which the reduction takes them.
+    """
+    quarters = tl.sum(tl.reshape(lanes, [count, 2, LANES // 2]), axis=1)
+    halves = tl.sum(tl.reshape(quarters, [count, 2, LANES // 4]), axis=1)
+    return tl.sum(halves, axis=1)
+
+
+@_kernel(["slot_of_id", "offsets", "weights", "columns", "means", "batch_size", "bag_count"])
+def _lookup_pooled_kernel(
+    rows: tl.tensor,
+    slot_of_id: tl.tensor,
+    offsets: tl.tensor,
+    weights: tl.tensor,
+    columns: tl.tensor,
+    means: tl.tensor,
+    output: tl.tensor,
+    width: tl.tensor,
+    output_stride: tl.tensor,
+    batch_size: tl.tensor,
+    bag_count: tl.tensor,
+    dim: tl.constexpr,
+    weighted: tl.constexpr,
+    bags_per_program: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    bags = tl.program_id(0) * bags_per_program + tl.arange(0, bags_per_program)
+    is_bag = bags < bag_count
+    features = bags // batch_size
+    begins = tl.load(offsets + bags, mask=is_bag, other=0)
+    counts = tl.load(offsets + bags + 1, mask=is_bag, other=0) - begins
+    elements = tl.arange(0, block)[None, :]
+    in_row = elements < dim
+    total = tl.zeros([bags_per_program, block], tl.float32)
+    for number in range(tl.max(counts, axis=0)):
+        has_id = number < counts
+        slots = tl.load(slot_of_id + begins + number, mask=has_id, other=0).to(tl.int64)
+        mask = has_id[:, None] & in_row
+        vectors = tl.load(rows + slots[:, None] * width + elements, mask=mask, other=0.0)
+        if weighted:
+            vectors *= tl.load(weights + begins + number, mask=has_id, other=0.0)[:, None]
+        # The first is not added to zero, which would lose the sign of a negative zero.
+        total = tl.where(mask, tl.where(number == 0, vectors, total + vectors), total)
+    is_mean = tl.load(means + features, mask=is_bag, other=0) != 0
+    divisors = tl.where(is_mean & (counts > 1), counts, 1).to(tl.float32)
+    pooled = tl.div_rn(total, tl.broadcast_to(divisors[:, None], [bags_per_program, block]))
+    first = (bags % batch_size).to(tl.int64) * output_stride + tl.load(columns + features, mask=is_bag, other=0)
+    tl.store(output + first[:, None] + elements, pooled, mask=is_bag[:, None] & in_row)
+
+
+@_kernel(["slot_of_id", "id_count"])
+def _lookup_rows_kernel(
+    rows: tl.tensor,
+    slot_of_id: tl.tensor,
+    output: tl.tensor,
+    width: tl.tensor,
+    output_stride: tl.tensor,
+    id_count: tl.tensor,
+    dim: tl.constexpr,
+    ids_per_program: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    ids = tl.program_id(0) * ids_per_program + tl.arange(0, ids_per_program)
+    is_id = ids < id_count
+    slots = tl.load(slot_of_id + ids, mask=is_id, other=0).to(tl.int64)
+    elements = tl.arange(0, block)[None, :]
+    mask = is_id[:, None] & (elements < dim)
+    vectors = tl.load(rows + slots[:, None] * width + elements, mask=mask)
+    tl.store(output + ids.to(tl.int64)[:, None] * output_stride + elements, vectors, mask=mask)
+
+
+@_kernel(["slot_of_id", "offsets", "columns", "means", "batch_size", "bag_count"])
+def _weight_gradients_kernel(
+    rows: tl.tensor,
+    slot_of_id: tl.tensor,
+    offsets: tl.tensor,
+    columns: tl.tensor,
+    means: tl.tensor,
+    gradient: tl.tensor,
+    output: tl.tensor,
+    width: tl.tensor,
+    gradient_stride: tl.tensor,
+    batch_size: tl.tensor,
+    bag_count: tl.tensor,
+    dim: tl.constexpr,
+    bags_per_program: tl.constexpr,
+) -> None:
+    bags = tl.program_id(0) * bags_per_program + tl.arange(0, bags_per_program)
+    is_bag = bags < bag_count
+    features = bags // batch_size
+    begins = tl.load(offsets + bags, mask=is_bag, other=0)
+    counts = tl.load(offsets + bags + 1, mask=is_bag, other=0) - begins
+    is_mean = tl.load(means + features, mask=is_bag, other=0) != 0
+    divisors = tl.where(is_mean, counts, 1).to(tl.float32)
+    first = (bags % batch_size).to(tl.int64) * gradient_stride + tl.load(columns + features, mask=is_bag, other=0)
+    lane = tl.arange(0, LANES)[None, :]
+    for number in range(tl.max(counts, axis=0)):
+        has_id = number < counts
+        slots = tl.load(slot_of_id + begins + number, mask=has_id, other=0).to(tl.int64)
+        lanes = tl.zeros([bags_per_program, LANES], tl.float32)
+        for column in range(0, dim, LANES):
+            elements = column + lane
+            mask = has_id[:, None] & (elements < dim)
+            vectors = tl.load(rows + slots[:, None] * width + elements, mask=mask, other=0.0)
+            lanes += vectors * tl.load(gradient + first[:, None] + elements, mask=mask, other=0.0)
+        product = tl.div_rn(_sum_lanes(lanes, bags_per_program), divisors)
+        # The host adds to zero, which turns a negative zero positive.
+        product = tl.where(product == 0.0, 0.0, product)
+        tl.store(output + begins + number, product, mask=has_id)
+
+
+@triton.jit
+def _one_gradient(
+    index: tl.tensor,
+    gradient: tl.tensor,
+    gradient_stride: tl.tensor,
+    gradient_rows: tl.tensor,
+    gradient_columns: tl.tensor,
+    factors: tl.tensor,
+    dim: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """The gradient of occurrence ``index``, times its factor."""
+    elements = tl.arange(0, block)
+    first = tl.load(gradient_rows + index).to(tl.int64) * gradient_stride + tl.load(gradient_columns + index)
+    vector = tl.load(gradient + first + elements, mask=elements < dim, other=0.0)
+    if scaled:
+        vector *= tl.load(factors + index)
+    return vector
+
+
+@triton.jit
+def _sum_gradients(
+    begin: tl.tensor,
+    end: tl.tensor,
+    gradient: tl.tensor,
+    gradient_stride: tl.tensor,
+    gradient_rows: tl.tensor,
+    gradient_columns: tl.tensor,
+    factors: tl.tensor,
+    dim: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """The sum of occurrences ``[begin, end)``, of which there is at least one, in order."""
+    total = _one_gradient(
+        begin, gradient, gradient_stride, gradient_rows, gradient_columns, factors, dim, scaled, block
+    )
+    for index in tl.range(begin + 1, end, loop_unroll_factor=UNROLL):
+        total += _one_gradient(
+            index, gradient, gradient_stride, gradient_rows, gradient_columns, factors, dim, scaled, block
+        )
+    return total
+
+
+@_kernel(["gradient_rows", "gradient_columns", "factors", "chunk_begin", "chunk_end"])
+def _sum_chunks_kernel(
+    gradient: tl.tensor,
+    gradient_rows: tl.tensor,
+    gradient_columns: tl.tensor,
+    factors: tl.tensor,
+    chunk_begin: tl.tensor,
+    chunk_end: tl.tensor,
+    partial: tl.tensor,
+    gradient_stride: tl.tensor,
+    dim: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    begin, end = tl.load(chunk_begin + chunk), tl.load(chunk_end + chunk)
+    total = _sum_gradients(
+        begin, end, gradient, gradient_stride, gradient_rows, gradient_columns, factors, dim, scaled, block
+    )
+    elements = tl.arange(0, block)
+    tl.store(partial + chunk.to(tl.int64) * dim + elements, total, mask=elements < dim)
+
+
+@triton.jit
+def _sum_partials(
+    first: tl.tensor, count: tl.tensor, partial: tl.tensor, dim: tl.constexpr, block: tl.constexpr
+) -> tl.tensor:
+    """The sum of ``count`` chunks from ``first`` on, in order."""
+    elements = tl.arange(0, block)
+    source = partial + first.to(tl.int64) * dim + elements
+    total = tl.load(source, mask=elements < dim, other=0.0)
+    for _ in range(1, count):
+        source += dim
+        total += tl.load(source, mask=elements < dim, other=0.0)
+    return total
+
+
+@triton.jit
+def _sum_squares(total: tl.tensor, dim: tl.constexpr, block: tl.constexpr) -> tl.tensor:
+    """``[1]``: the sum of the squares of ``total`` ``[block]``, zero behind ``dim``, in LANES interleaved sums."""
+    squares = tl.reshape(total * total, [block // LANES, LANES])
+    group = tl.arange(0, block // LANES)[:, None]
+    lanes = tl.zeros([LANES], tl.float32)
+    for number in range((dim + LANES - 1) // LANES):
+        # Picks one group of columns: a square is not changed by the zeros added to it, whatever the order.
+        lanes += tl.sum(tl.where(group == number, squares, 0.0), axis=0)
+    return _sum_lanes(lanes[None, :], 1)
+
+
+@triton.jit
+def _adagrad_change(
+    total: tl.tensor, state: tl.tensor, mask: tl.tensor, step_size: tl.tensor, eps: tl.tensor
+) -> tl.tensor:
+    accumulated = tl.load(state, mask=mask, other=0.0) + total * total
+    tl.store(state, accumulated, mask=mask)
+    return step_size * tl.div_rn(total, tl.sqrt_rn(accumulated) + eps)
+
+
+@triton.jit
+def _rowwise_adagrad_change(
+    total: tl.tensor,
+    state: tl.tensor,
+    step_size: tl.tensor,
+    eps: tl.tensor,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+) -> tl.tensor:
+    place = state + tl.arange(0, 1)
+    dims = tl.full([1], dim, tl.float32)
+    accumulated = tl.load(place) + tl.div_rn(_sum_squares(total, dim, block), dims)
+    # Every warp reads the one value, and one of them overwrites it.
+    tl.debug_barrier()
+    tl.store(place, accumulated)
+    return tl.div_rn(step_size + tl.zeros([1], tl.float32), tl.sqrt_rn(accumulated) + eps) * total
+
+
+@triton.jit
+def _adam_change(
+    total: tl.tensor,
+    averages: tl.tensor,
+    squares: tl.tensor,
+    mask: tl.tensor,
+    step_size: tl.tensor,
+    eps: tl.tensor,
+    rate1: tl.tensor,
+    rate2: tl.tensor,
+) -> tl.tensor:
+    average = tl.load(averages, mask=mask, other=0.0)
+    square = tl.load(squares, mask=mask, other=0.0)
+    average = average + (total - average) * rate1
+    square = square + (total * total - square) * rate2
+    tl.store(averages, average, mask=mask)
+    tl.store(squares, square, mask=mask)
+    return step_size * tl.div_rn(average, tl.sqrt_rn(square) + eps)
+
+
+@_kernel(["slots", "starts", "gradient_rows", "gradient_columns", "factors", "first_partial"])
+def _update_kernel(
+    rows: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    gradient: tl.tensor,
+    gradient_rows: tl.tensor,
+    gradient_columns: tl.tensor,
+    factors: tl.tensor,
+    first_partial: tl.tensor,
+    partial: tl.tensor,
+    width: tl.tensor,
+    gradient_stride: tl.tensor,
+    step_size: tl.tensor,
+    weight_decay: tl.tensor,
+    eps: tl.tensor,
+    rate1: tl.tensor,
+    rate2: tl.tensor,
+    dim: tl.constexpr,
+    optimizer: tl.constexpr,
+    decayed: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    index = tl.program_id(0)
+    begin, end = tl.load(starts + index), tl.load(starts + index + 1)
+    first_chunk = tl.load(first_partial + index)
+    if first_chunk < 0:
+        total = _sum_gradients(
+            begin, end, gradient, gradient_stride, gradient_rows, gradient_columns, factors, dim, scaled, block
+        )
+    else:
+        total = _sum_partials(first_chunk, tl.cdiv(end - begin, CHUNK), partial, dim, block)
+    elements = tl.arange(0, block)
+    mask = elements < dim
+    row = rows + tl.load(slots + index).to(tl.int64) * width
+    old = tl.load(row + elements, mask=mask, other=0.0)
+    if decayed:
+        total += weight_decay * old
+    if optimizer == SGD:
+        change = step_size * total
+    elif optimizer == ADAGRAD:
+        change = _adagrad_change(total, row + dim + elements, mask, step_size, eps)
+    elif optimizer == ROWWISE_ADAGRAD:
+        change = _rowwise_adagrad_change(total, row + dim, step_size, eps, dim, block)
+    else:
+        state = row + dim + elements
+        change = _adam_change(total, state, state + dim, mask, step_size, eps, rate1, rate2)
+    tl.store(row + elements, old - change, mask=mask)
+
+
+@_kernel(["source_rows", "target_rows", "count"])
+def _copy_rows_kernel(
+    source: tl.tensor,
+    source_rows: tl.tensor,
+    target: tl.tensor,
+    target_rows: tl.tensor,
+    source_stride: tl.tensor,
+    target_stride: tl.tensor,
+    count: tl.tensor,
+    width: tl.constexpr,
+    rows_per_program: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    numbers = tl.program_id(0) * rows_per_program + tl.arange(0, rows_per_program)
+    is_row = numbers < count
+    from_rows = tl.load(source_rows + numbers, mask=is_row, other=0)[:, None]
+    to_rows = tl.load(target_rows + numbers, mask=is_row, other=0)[:, None]
+    elements = tl.arange(0, block)[None, :]
+    mask = is_row[:, None] & (elements < width)
+    records = tl.load(source + from_rows * source_stride + elements, mask=mask)
+    tl.store(target + to_rows * target_stride + elements, records, mask=mask)
+
+
+def lookup_pooled(
+    rows: Tensor,
+    dim: int,
+    slot_of_id: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    columns: Tensor,
+    means: Tensor,
+    output: Tensor,
+) -> None:
+    """Pools the bags of every feature: their rows added in the order of the ids; zeros for an empty bag.
+
+    Args:
+        rows: float32 ``[S, W]``.
+        dim: weights per row.
+        slot_of_id: int32 ``[N]``, feature by feature.
+        offsets: int32 ``[F * B + 1]``: where each bag's ids begin.
+        weights: float32 ``[N]``, or ``[0]`` where the ids have none.
+        columns: int32 ``[F]``: the first column of each feature's vector in ``output``.
+        means: bool ``[F]``: whether a bag's sum is divided by the number of its ids.
+        output: float32 ``[B, D]``; its rows may lie apart.
+    """
+    bags, block = len(offsets) - 1, triton.next_power_of_2(dim)
+    bags_per_program = max(1, TILE // block)
+    _lookup_pooled_kernel[(triton.cdiv(bags, bags_per_program),)](
+        rows,
+        slot_of_id,
+        offsets,
+        weights,
+        columns,
+        means,
+        output,
+        rows.stride(0),
+        output.stride(0),
+        len(output),
+        bags,
+        dim=dim,
+        weighted=len(weights) > 0,
+        bags_per_program=bags_per_program,
+        block=block,
+        num_warps=TILE_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def lookup_rows(rows: Tensor, dim: int, slot_of_id: Tensor, output: Tensor) -> None:
+    """Copies the weights of every id.
+
+    Args:
+        rows: float32 ``[S, W]``.
+        dim: weights per row.
+        slot_of_id: int32 ``[N]``.
+        output: float32 ``[N, dim]``; its rows may lie apart.
+    """
+    block = triton.next_power_of_2(dim)
+    ids_per_program = max(1, TILE // block)
+    _lookup_rows_kernel[(triton.cdiv(len(slot_of_id), ids_per_program),)](
+        rows,
+        slot_of_id,
+        output,
+        rows.stride(0),
+        output.stride(0),
+        len(slot_of_id),
+        dim=dim,
+        ids_per_program=ids_per_program,
+        block=block,
+        num_warps=TILE_WARPS,
+    )
+
+
+def weight_gradients(
+    rows: Tensor,
+    dim: int,
+    slot_of_id: Tensor,
+    offsets: Tensor,
+    columns: Tensor,
+    means: Tensor,
+    gradient: Tensor,
+    output: Tensor,
+) -> None:
+    """The dot product of every id's row with its bag's gradient; of a mean, divided by the number of the bag's ids.
+
+    Args:
+        rows: float32 ``[S, W]``.
+        dim: weights per row.
+        slot_of_id: int32 ``[N]``, feature by feature.
+        offsets: int32 ``[F * B + 1]``: where each bag's ids begin.
+        columns: int32 ``[F]``: the first column of each feature's vector in ``gradient``.
+        means: bool ``[F]``.
+        gradient: float32 ``[B, D]``, of the pooled output; its rows may lie apart.
+        output: float32 ``[N]``, overwritten.
+    """
+    bags = len(offsets) - 1
+    bags_per_program = TILE // layout.LANES
+    _weight_gradients_kernel[(triton.cdiv(bags, bags_per_program),)](
+        rows,
+        slot_of_id,
+        offsets,
+        columns,
+        means,
+        gradient,
+        output,
+        rows.stride(0),
+        gradient.stride(0),
+        len(gradient),
+        bags,
+        dim=dim,
+        bags_per_program=bags_per_program,
+        num_warps=TILE_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def update(
+    rows: Tensor,
+    dim: int,
+    optimizer: int,
+    parameters: np.ndarray,
+    slots: Tensor,
+    starts: Tensor,
+    gradient: Tensor,
+    gradient_rows: Tensor,
+    gradient_columns: Tensor,
+    factors: Tensor,
+    first_partial: Tensor,
+    chunk_begin: Tensor,
+    chunk_end: Tensor,
+) -> None:
+    """Sums the gradients of every distinct row and applies the optimizer to it, state included.
+
+    Args:
+        rows: float32 ``[S, W]``: weights in the first ``dim`` columns, state behind them.
+        dim: weights per row.
+        optimizer: one of the codes of layout.py.
+        parameters: float32 on the host, see layout.py.
+        slots: int32 ``[n]``: where each distinct row lies.
+        starts: int32 ``[n + 1]``: where the occurrences of each begin.
+        gradient: float32 ``[B, D]``, of the lookup's output; its rows may lie apart.
+        gradient_rows: int32 ``[N]``, by occurrence: the row of ``gradient`` and
+        gradient_columns: int32 ``[N]``: the first column in it.
+        factors: float32 ``[N]``: what an occurrence's gradient is multiplied by; ``[0]`` if by 1.
+        first_partial: int32 ``[n]``: the first chunk of a row with more than ``CHUNK`` occurrences, or -1.
+        chunk_begin: int32 ``[c]``: the first occurrence of each chunk, and
+        chunk_end: int32 ``[c]``: the one behind its last.
+    """
+    block = max(layout.LANES, triton.next_power_of_2(dim))
+    warps = min(MOST_WARPS, max(1, block // ROW_ELEMENTS_PER_WARP))
+    scaled = len(factors) > 0
+    partial = torch.empty(len(chunk_begin), dim, device=rows.device)
+    _sum_chunks_kernel[(len(chunk_begin),)](
+        gradient,
+        gradient_rows,
+        gradient_columns,
+        factors,
+        chunk_begin,
+        chunk_end,
+        partial,
+        gradient.stride(0),
+        dim=dim,
+        scaled=scaled,
+        block=block,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    _update_kernel[(len(slots),)](
+        rows,
+        slots,
+        starts,
+        gradient,
+        gradient_rows,
+        gradient_columns,
+        factors,
+        first_partial,
+        partial,
+        rows.stride(0),
+        gradient.stride(0),
+        float(parameters[layout.STEP_SIZE]),
+        float(parameters[layout.WEIGHT_DECAY]),
+        float(parameters[layout.EPS]),
+        float(parameters[layout.ONE_MINUS_BETA1]),
+        float(parameters[layout.ONE_MINUS_BETA2]),
+        dim=dim,
+        optimizer=optimizer,
+        decayed=bool(parameters[layout.WEIGHT_DECAY] != 0),
+        scaled=scaled,
+        block=block,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+def _copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
+    count, width = len(source_rows), source.shape[1]
+    block = triton.next_power_of_2(width)
+    rows_per_program = max(1, TILE // block)
+    _copy_rows_kernel[(triton.cdiv(count, rows_per_program),)](
+        source,
+        source_rows,
+        target,
+        target_rows,
+        source.stride(0),
+        target.stride(0),
+        count,
+        width=width,
+        rows_per_program=rows_per_program,
+        block=block,
+        num_warps=TILE_WARPS,
+    )
+
+
+def fetch_rows(host: Tensor, host_rows: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Copies rows of the host into slots, over the bus: the host's memory is read from the device.
+
+    Args:
+        host: float32 ``[R, W]``, pinned host memory.
+        host_rows: int64 ``[m]``, on the device.
+        rows: float32 ``[S, W]``, on the device.
+        slots: int64 ``[m]``, distinct, on the device.
+    """
+    _copy_rows(host, host_rows, rows, slots)
+
+
+def write_back_rows(host: Tensor, host_rows: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Copies slots into rows of the host, over the bus; the arguments are those of ``fetch_rows``."""
+    _copy_rows(rows, slots, host, host_rows)
