@@ -57,6 +57,29 @@ def _sum_lanes(lanes: tl.tensor, count: tl.constexpr) -> tl.tensor:
     return tl.sum(halves, axis=1)
 
 
+@triton.jit
+def _describe_bags(
+    bags: tl.tensor,
+    is_bag: tl.tensor,
+    offsets: tl.tensor,
+    columns: tl.tensor,
+    means: tl.tensor,
+    matrix_stride: tl.tensor,
+    batch_size: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of each bag: its first id, its number of ids, what its sum is divided by, and where its vector begins.
+
+    The vectors lie in a matrix with a row per sample.
+    """
+    features = bags // batch_size
+    begins = tl.load(offsets + bags, mask=is_bag, other=0)
+    counts = tl.load(offsets + bags + 1, mask=is_bag, other=0) - begins
+    is_mean = tl.load(means + features, mask=is_bag, other=0) != 0
+    divisors = tl.where(is_mean, tl.maximum(counts, 1), 1).to(tl.float32)
+    first = (bags % batch_size).to(tl.int64) * matrix_stride + tl.load(columns + features, mask=is_bag, other=0)
+    return begins, counts, divisors, first
+
+
 @_kernel(["slot_of_id", "offsets", "weights", "columns", "means", "batch_size", "bag_count"])
 def _lookup_pooled_kernel(
     rows: tl.tensor,
@@ -77,9 +100,7 @@ def _lookup_pooled_kernel(
 ) -> None:
     bags = tl.program_id(0) * bags_per_program + tl.arange(0, bags_per_program)
     is_bag = bags < bag_count
-    features = bags // batch_size
-    begins = tl.load(offsets + bags, mask=is_bag, other=0)
-    counts = tl.load(offsets + bags + 1, mask=is_bag, other=0) - begins
+    begins, counts, divisors, first = _describe_bags(bags, is_bag, offsets, columns, means, output_stride, batch_size)
     elements = tl.arange(0, block)[None, :]
     in_row = elements < dim
     total = tl.zeros([bags_per_program, block], tl.float32)
@@ -92,10 +113,7 @@ def _lookup_pooled_kernel(
             vectors *= tl.load(weights + begins + number, mask=has_id, other=0.0)[:, None]
         # The first is not added to zero, which would lose the sign of a negative zero.
         total = tl.where(mask, tl.where(number == 0, vectors, total + vectors), total)
-    is_mean = tl.load(means + features, mask=is_bag, other=0) != 0
-    divisors = tl.where(is_mean & (counts > 1), counts, 1).to(tl.float32)
     pooled = tl.div_rn(total, tl.broadcast_to(divisors[:, None], [bags_per_program, block]))
-    first = (bags % batch_size).to(tl.int64) * output_stride + tl.load(columns + features, mask=is_bag, other=0)
     tl.store(output + first[:, None] + elements, pooled, mask=is_bag[:, None] & in_row)
 
 
@@ -138,12 +156,7 @@ def _weight_gradients_kernel(
 ) -> None:
     bags = tl.program_id(0) * bags_per_program + tl.arange(0, bags_per_program)
     is_bag = bags < bag_count
-    features = bags // batch_size
-    begins = tl.load(offsets + bags, mask=is_bag, other=0)
-    counts = tl.load(offsets + bags + 1, mask=is_bag, other=0) - begins
-    is_mean = tl.load(means + features, mask=is_bag, other=0) != 0
-    divisors = tl.where(is_mean, counts, 1).to(tl.float32)
-    first = (bags % batch_size).to(tl.int64) * gradient_stride + tl.load(columns + features, mask=is_bag, other=0)
+    begins, counts, divisors, first = _describe_bags(bags, is_bag, offsets, columns, means, gradient_stride, batch_size)
     lane = tl.arange(0, LANES)[None, :]
     for number in range(tl.max(counts, axis=0)):
         has_id = number < counts
