@@ -68,9 +68,9 @@ class Prefetcher(Generic[BatchT]):
 
     def __iter__(self) -> Iterator[BatchT]:
         self.close()
+        self._position = _position(self._loader)
         running = _Pipeline(self._loader, self._collections, self._depth)
         self._running = running
-        self._position = None
         try:
             while (item := running.next()) is not None:
                 self._position = item.position
@@ -128,7 +128,8 @@ def prefetch(loader: Iterable[BatchT], model: nn.Module, depth: int = 4) -> Pref
 
     The training loop stays as it is: ``for batch in prefetch(loader, model): ...``. The ``KeyedJaggedTensor``s of a
     batch are found by themselves and planned for every collection of the model that reads their keys, if it is in
-    training mode. A forward pass with any other tensor works as well; it waits for its rows.
+    training mode. A forward pass with any other tensor works as well; it waits for its rows. An id that its table has
+    no row for is reported by the forward pass of its batch, as without ``prefetch``.
 
     Args:
         loader: any iterable of batches; iterated over in a thread of its own.
@@ -139,6 +140,13 @@ def prefetch(loader: Iterable[BatchT], model: nn.Module, depth: int = 4) -> Pref
         ValueError: ``depth`` is negative.
     """
     return Prefetcher(loader, model, depth)
+
+
+def _position(loader: Iterable[Any]) -> Any:
+    """Where a loader stands; None for one that cannot be set back."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return loader.state_dict()
+    return None
 
 
 class _Pipeline(Generic[BatchT]):
@@ -182,7 +190,11 @@ class _Pipeline(Generic[BatchT]):
         if self._depth == 0:
             item = None if self._closed else self._read()
             if item is not None:
-                self._admit(item, [], may_grow=True)
+                try:
+                    self._admit(item, [], may_grow=True)
+                except BaseException:
+                    self.finish(item)
+                    raise
             return item
         start = time.perf_counter()
         with self._changed:
@@ -245,36 +257,50 @@ class _Pipeline(Generic[BatchT]):
             batch = next(self._source)
         except StopIteration:
             return None
-        position = None
-        if hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict"):
-            position = self._loader.state_dict()
-        requests = []
+        return _Item(batch, self._plan(batch), _position(self._loader))
+
+    def _plan(self, batch: BatchT) -> list[tuple[HostCollection, Request]]:
+        requests: list[tuple[HostCollection, Request]] = []
         start = time.perf_counter()
-        for features in find_ids(batch):
-            for collection in self._collections:
-                if collection.reads(features):
-                    requests.append((collection, collection.plan(features)))
+        try:
+            for features in find_ids(batch):
+                for collection in self._collections:
+                    if collection.reads(features):
+                        requests.append((collection, collection.plan(features)))
+        except ValueError:
+            # Its ids are wrong. The batch is handed out as it is: its forward pass raises the same error again, where
+            # the loop knows which batch it was.
+            for collection, request in requests:
+                collection.give_up(request)
+            return []
         if requests:
             requests[0][0].statistics.span("plan ahead", "plan", start, time.perf_counter())
-        return _Item(batch, requests, position)
+        return requests
 
     def _plan_ahead(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and len(self._planned) + len(self._ready) >= self._depth:
+                while not self._stopping and len(self._planned) + len(self._ready) >= self._depth:
                     self._changed.wait()
-                if self._closed:
+                if self._stopping:
                     return
             item = self._read()
             with self._changed:
                 if item is None:
                     self._ended = True
+                elif self._stopping:
+                    self.finish(item)
                 else:
                     self._planned.append(item)
                 self._notify()
             if item is None:
                 return
             del item
+
+    @property
+    def _stopping(self) -> bool:
+        """Whether no more batches are wanted: the loop was left, or a thread has failed."""
+        return self._closed or self._error is not None
 
     def _admit(self, item: _Item[BatchT], coming: list[_Item[BatchT]], *, may_grow: bool) -> bool:
         """Has the rows of a batch moved; False where that has to be tried again."""
@@ -301,8 +327,10 @@ class _Pipeline(Generic[BatchT]):
             if must or all(collection.has_room_ahead(request, batches_ahead) for collection, request in item.requests):
                 try:
                     admitted = self._admit(item, coming, may_grow=must)
-                except BaseException:
-                    self._drop_planned()
+                except BaseException as error:
+                    with self._changed:
+                        self._error = error
+                        self._drop_planned()
                     raise
             else:
                 admitted = False
