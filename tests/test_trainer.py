@@ -47,7 +47,14 @@ def _train(folder: Path, *overrides: str, **sections: Any) -> tuple[Summary, dic
     run, trainer = _open(folder, *overrides, **sections)
     with run:
         summary = trainer.train()
-        records = [{key: value for key, value in item.items() if key != "samples_per_second"} for item in run.records()]
+        records = [
+            {
+                key: value
+                for key, value in item.items()
+                if not key.startswith(("samples_per_second", "cache_", "queue_"))
+            }
+            for item in run.records()
+        ]
     return summary, {key: value.clone() for key, value in trainer.model.state_dict().items()}, records
 
 

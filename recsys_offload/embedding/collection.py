@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_offload.embedding.build_cache import build_cache
+from recsys_offload.embedding.build_cache import LookupSettings, build_cache
 from recsys_offload.embedding.cache import DeviceCache, Ticket
 from recsys_offload.embedding.config import CacheSettings, InvalidIds, Placement, SparseOptimizerSettings
 from recsys_offload.embedding.group_lookup import GroupLookup, HostLookup, SlotLookup
@@ -144,7 +144,12 @@ class HostCollection(nn.Module):
         self.cache: DeviceCache | None = None
         if self._cached_groups:
             groups = [self.tables.groups[index] for index in self._cached_groups]
-            self.cache = build_cache(groups, cache, self._device, self._threads, self.statistics)
+            features = [
+                sum(len(config.feature_names) for config in self._configs if config.name in group.tables)
+                for group in groups
+            ]
+            lookup = LookupSettings(self._device, optimizer, pooled)
+            self.cache = build_cache(groups, features, cache, lookup, self._threads, self.statistics)
         self._lookups: list[GroupLookup] = [
             HostLookup(group, invalid_ids, fallback_row, self._threads) if group.placement == "host" else SlotLookup()
             for group in self.tables.groups

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import weakref
 from pathlib import Path
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
+
+# Address of every array that the device can reach, while it lives.
+_registered: set[int] = set()
 
 
 def available_bytes() -> int:
@@ -28,7 +34,8 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype, purpose: str, pin: bool = 
         shape: of the array.
         dtype: of the array.
         purpose: what it is for, for the error message.
-        pin: register it with the device, so that copies run at the bus's speed and asynchronously.
+        pin: register it with the device, so that copies run at the bus's speed and asynchronously. Where that cannot be
+            done there is a warning, and the array is not pinned (``is_registered``).
 
     Raises:
         MemoryError: the machine has too little memory left.
@@ -50,9 +57,30 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype, purpose: str, pin: bool = 
     return array
 
 
+def is_registered(array: np.ndarray) -> bool:
+    """Whether an array from ``allocate`` is pinned, so that kernels on the device can read and write it."""
+    return array.ctypes.data in _registered
+
+
 def _register(array: np.ndarray) -> None:
-    """Pins the pages of ``array`` until its memory is given back."""
-    runtime = torch.cuda.cudart()
+    """Pins the pages of ``array`` until its memory is given back; says what it costs where that cannot be done."""
     address = array.ctypes.data
-    torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
-    weakref.finalize(array.base, runtime.cudaHostUnregister, address)
+    try:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
+    except (AssertionError, RuntimeError) as error:  # no CUDA; or a limit of locked memory, as in some containers
+        logger.warning(
+            "%.2f GiB of host memory could not be pinned (%s). Training goes on: rows are copied at about half the "
+            "bus's speed, not beside the compute, and zero copy is not possible. Raise the limit of locked memory "
+            "(ulimit -l), or keep more of the tables on the device (embedding.cache.size).",
+            array.nbytes / 2**30,
+            str(error).splitlines()[0],
+        )
+        return
+    _registered.add(address)
+    weakref.finalize(array.base, _unregister, address)
+
+
+def _unregister(address: int) -> None:
+    _registered.discard(address)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class FbgemmSlots(TensorSlots):
         self._features, self._optimizer, self._pooled = features, optimizer, pooled
         self._table = self._new_table(count)
 
-    def _new_table(self, count: int) -> torch.nn.Module:
+    def _new_table(self, count: int) -> Any:
         try:
             from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
             from fbgemm_gpu.split_embedding_configs import EmbOptimType

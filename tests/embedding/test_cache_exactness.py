@@ -18,8 +18,12 @@ from recsys_offload.embedding import HostEmbeddingBagCollection, SparseOptimizer
 from recsys_offload.embedding.config import CacheSettings
 from recsys_offload.embedding.directory import Directory
 from recsys_offload.embedding.slots import HostSlots
+from recsys_offload.embedding.slots_device import DeviceSlots
 from tests.embedding.reference_tables import ReferenceBagCollection
 from tests.embedding.test_exactness import OPTIMIZERS, random_batch
+
+# What computes over the slots, and the lane that rows move in.
+BACKENDS = [("auto", "auto"), ("auto", "auto"), ("torch", "auto"), ("torch", "staging")]
 
 
 def delayed(monkeypatch: pytest.MonkeyPatch, seed: int, longest: float = 0.002) -> None:
@@ -37,6 +41,8 @@ def delayed(monkeypatch: pytest.MonkeyPatch, seed: int, longest: float = 0.002) 
         monkeypatch.setattr(owner, name, with_delay)
 
     slow(Directory, "admit")
+    for name in ("read", "write", "lookup_pooled", "update"):
+        slow(DeviceSlots, name)
     slow(HostSlots, "fetch")
     slow(HostSlots, "write_back")
     slow(HostSlots, "lookup_pooled")
@@ -74,7 +80,9 @@ def test_training_through_the_cache_equals_resident_tables(data: st.DataObject) 
         pooling = PoolingType.MEAN if mean and index != 1 else PoolingType.SUM
         configs.append(EmbeddingBagConfig(table_rows, dim, f"table_{index}", feature_names=names, pooling=pooling))
         placements[f"table_{index}"] = draw(st.sampled_from(["cached", "cached", "cached", "device", "host"]))
-    own = {"table_0": draw(st.sampled_from([3, "50%"]))} if draw(st.booleans(), "own cache") else {}
+    own_cache = placements["table_0"] == "cached" and draw(st.booleans(), "own cache")
+    own = {"table_0": draw(st.sampled_from([3, "50%"]))} if own_cache else {}
+    kernels, transfer = draw(st.sampled_from(BACKENDS), "backend")
     keys = dict(sorted(keys.items(), key=lambda _: random.random()))
     chosen = SparseOptimizerSettings(name=optimizer, learning_rate=0.1, weight_decay=draw(st.sampled_from([0.0, 0.01])))
     collection = HostEmbeddingBagCollection(
@@ -84,7 +92,7 @@ def test_training_through_the_cache_equals_resident_tables(data: st.DataObject) 
         seed=seed,
         threads=threads,
         placements=placements,
-        cache=CacheSettings(size=cache, sizes=own),
+        cache=CacheSettings(size=cache, sizes=own, kernels=kernels, transfer=transfer),
     )
     resident = ReferenceBagCollection(collection, chosen)
     batches = [random_batch(random, keys, batch_size, longest, skew, weighted) for _ in range(steps)]

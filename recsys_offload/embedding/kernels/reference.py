@@ -81,7 +81,7 @@ def sum_by_row(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 def sum_columns(matrix: Tensor) -> Tensor:
     """The sum of each row, float32 ``[n]``, in LANES interleaved sums added pairwise."""
     rows, columns = matrix.shape
-    lanes = torch.zeros(rows, layout.LANES)
+    lanes = torch.zeros(rows, layout.LANES, device=matrix.device)
     for first in range(0, columns, layout.LANES):
         part = matrix[:, first : first + layout.LANES]
         lanes[:, : part.shape[1]] += part
