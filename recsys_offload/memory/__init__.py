@@ -1,0 +1,1 @@
+"""What the cache's size and policy are worth, found from the data alone."""
