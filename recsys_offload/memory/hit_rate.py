@@ -150,18 +150,16 @@ def _usable_sizes(trace: Trace, sizes: Sequence[str], console: Console) -> dict[
 
 
 def _split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments, and among them the trainer's settings: those whose names have a dot, with their values."""
+    """The arguments of this program, and the trainer's settings: those whose names have a dot, with their values."""
     own: list[str] = []
     settings: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
+    awaits_value = False
+    for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if name.startswith("--") and "." in name:
-            settings.append(argument)
-            if not equals:
-                settings.extend([value] if (value := next(remaining, None)) is not None else [])
-        else:
-            own.append(argument)
+        is_setting = name.startswith("--") and "." in name
+        is_value = awaits_value and not argument.startswith("--")
+        (settings if is_setting or is_value else own).append(argument)
+        awaits_value = is_setting and not equals
     return own, settings
 
 
