@@ -115,6 +115,8 @@ class StagedTransfer(Transfer):
         def copy() -> None:
             torch.from_numpy(buffer).copy_(records.pop(), non_blocking=True)
 
+        # A slot may still be on its way in: its batch was given up, or all rows are being flushed.
+        self._returning.wait(self._fetching.record())
         self._returning.run(read)
         self._fetching.wait(self._returning.record())  # the slots are read before they are overwritten
         self._run(self._returning, "write back", copy)
