@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -255,6 +256,8 @@ def main(arguments: Sequence[str]) -> int:
     own, settings = _split_settings(arguments)
     options = _parser().parse_args(own)
     console = Console()
+    # TorchRec uses a function that torch has renamed, which is nothing the user could act on.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         sizes = _parse_sizes(options.sizes)
         trace = _read_trace(options, settings)

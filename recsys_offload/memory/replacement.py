@@ -30,35 +30,35 @@ Policy = Callable[[Trace, int, int], int]
 
 
 def directory_hits(trace: Trace, slots: int, depth: int) -> int:
-    """The hits of the cache that trains, its batches admitted as soon as its pipeline admits them.
+    """The hits of the cache that trains, its batches admitted as its pipeline admits them where nothing is slow.
 
-    While a batch is in training, the ``depth`` batches after it are known, and it holds its slots. Those that the
-    cache lets in ahead are admitted meanwhile; if the next one is not among them, it is admitted when the slots are
-    released.
+    When a batch has been trained on, its slots are released. The next batch goes into training; it is admitted now if
+    it did not fit before. Of those after it the cache admits what it lets in ahead. The ``depth`` batches after it are
+    known in the end, but the last of them is planned only when others have been admitted without knowing it.
     """
     directory = Directory(trace.row_count, slots)
     hits, admitted = 0, 0
 
-    def admit(oldest: int, known: int) -> None:
-        """Admits the next batch, where the batches before ``oldest`` are finished and those before ``known`` known."""
+    def admit_next(training: int) -> None:
+        """While batch ``training`` holds its slots, or takes them."""
         nonlocal hits, admitted
         rows = trace.batch(admitted)
-        coming = [(later, trace.batch(later)) for later in range(admitted + 1, min(known, len(trace)))]
-        admission = directory.admit(rows, admitted, oldest, coming)
+        coming = [(later, trace.batch(later)) for later in range(admitted + 1, min(training + depth, len(trace)))]
+        admission = directory.admit(rows, admitted, training, coming)
         assert isinstance(admission, Admission)
         hits += len(rows) - len(admission.fetch)
         admitted += 1
 
     for training in range(len(trace)):
         if admitted == training:
-            admit(training, training + depth)
+            admit_next(training)
         while depth > 0 and admitted < min(training + depth + 1, len(trace)):
             ahead = admitted - training
             share = NEXT_BATCH_SHARE if ahead == 1 else FURTHER_BATCHES_SHARE
             room = share * slots - directory.held(training)
             if ahead > max(1, depth // 2) or len(trace.batch(admitted)) > room:
                 break
-            admit(training, training + depth + 1)
+            admit_next(training)
     return hits
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_offload.embedding import HostEmbeddingBagCollection, SparseOptimizerSettings, prefetch
 from recsys_offload.embedding.config import CacheSettings
+from recsys_offload.embedding.directory import Admission, Directory
 from recsys_offload.embedding.request import Request
 from recsys_offload.memory.replacement import (
     POLICIES,
@@ -189,36 +191,61 @@ def trace_of(batches: list[KeyedJaggedTensor], row_count: int) -> Trace:
     return make_trace(rows, 2 * row_count, ["user", "item"])
 
 
-def counted_hits(collection: HostEmbeddingBagCollection, batches: list[KeyedJaggedTensor], depth: int) -> int:
-    """Drives a collection as `prefetch` does, each of its threads being as fast as it may be."""
+def drive(collection: HostEmbeddingBagCollection, batches: list[KeyedJaggedTensor], depth: int) -> int:
+    """Drives a collection as `prefetch` does, each of its threads being as fast as it may be; returns the hits."""
     requests: list[Request] = []
     admitted = 0
+
+    def plan(count: int) -> None:
+        requests.extend(collection.plan(batch) for batch in batches[len(requests) : count])
+
+    def admit(*, must: bool) -> None:
+        nonlocal admitted
+        while must or (admitted < len(requests) and collection.has_room_ahead(requests[admitted], max(1, depth // 2))):
+            assert collection.admit(requests[admitted], requests[admitted + 1 :], may_grow=must)
+            admitted += 1
+            must = False
+
     for training in range(len(batches)):
+        plan(training + depth)
         if admitted == training:
-            requests += [
-                collection.plan(batch) for batch in batches[len(requests) : max(training + depth, training + 1)]
-            ]
-            assert collection.admit(requests[training], requests[training + 1 :], may_grow=True)
-            admitted += 1
-        requests += [collection.plan(batch) for batch in batches[len(requests) : training + 1 + depth]]
-        while admitted < len(requests) and collection.has_room_ahead(requests[admitted], max(1, depth // 2)):
-            assert collection.admit(requests[admitted], requests[admitted + 1 :], may_grow=False)
-            admitted += 1
+            admit(must=True)
+        admit(must=False)  # as soon as the batch before has released its slots, and before another is planned
+        plan(training + depth + 1)
+        admit(must=False)
         collection(batches[training]).values().sum().backward()
     return collection.statistics.counts().hits
 
 
-def test_ours_is_what_a_collection_counts() -> None:
-    row_count, size = 400, 12
-    batches = skewed_batches(row_count, 120, size)
+@pytest.fixture
+def admissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, list[int]]]:
+    """What directories are asked from now on: a batch, the oldest unfinished one, and those that are coming."""
+    calls = []
+    admit = Directory.admit
+
+    def noting(
+        self: Directory, rows: np.ndarray, number: int, oldest: int, coming: Sequence[tuple[int, np.ndarray]] = ()
+    ) -> Admission | int:
+        calls.append((number, oldest, [later for later, _ in coming]))
+        return admit(self, rows, number, oldest, coming)
+
+    monkeypatch.setattr(Directory, "admit", noting)
+    return calls
+
+
+@pytest.mark.parametrize("size", [12, 2])  # of small batches, the cache lets in as many as the depth allows
+def test_ours_is_what_a_collection_does(size: int, admissions: list[tuple[int, int, list[int]]]) -> None:
+    row_count = 400
+    batches = skewed_batches(row_count, 80, size)
     trace = trace_of(batches, row_count)
-    ahead = set[int]()
     for depth in (1, 2, 4, 7):
         for slots in (trace.largest_batch, 2 * trace.largest_batch, 200, 790):
-            expected = counted_hits(collection_of(row_count, slots), batches, depth)
-            assert directory_hits(trace, slots, depth) == expected, (depth, slots)
-            ahead.add(expected)
-    assert len(ahead) > 8  # the sizes and depths do make a difference
+            hits = drive(collection_of(row_count, slots), batches, depth)
+            in_training = admissions.copy()
+            admissions.clear()
+            assert directory_hits(trace, slots, depth) == hits, (depth, slots)
+            assert admissions == in_training, (depth, slots)
+            admissions.clear()
 
 
 def test_ours_is_what_prefetch_counts_where_nothing_happens_ahead() -> None:
