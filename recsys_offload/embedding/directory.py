@@ -257,7 +257,6 @@ class Directory:
 
     def _score_of_use(self, number: int) -> int:
         """The score of a single use by batch ``number``."""
-        assert self._half_life is not None or number == 0
         halvings = number / (self._half_life or 1.0)
         score = round((FIRST_SCORE + halvings) * kernels.SCORE_UNIT) - self._rebased
         if score > HIGHEST_SCORE:
