@@ -257,8 +257,9 @@ class Directory:
 
     def _score_of_use(self, number: int) -> int:
         """The score of a single use by batch ``number``."""
-        halvings = number / (self._half_life or 1.0)
-        score = round((FIRST_SCORE + halvings) * kernels.SCORE_UNIT) - self._rebased
+        if self._half_life is None:  # no batch has had rows yet: no row gets this score
+            return FIRST_SCORE * kernels.SCORE_UNIT
+        score = round((FIRST_SCORE + number / self._half_life) * kernels.SCORE_UNIT) - self._rebased
         if score > HIGHEST_SCORE:
             shift = score - FIRST_SCORE * kernels.SCORE_UNIT
             kernels.rebase_scores(shift, self._slot_of_row, self._records)

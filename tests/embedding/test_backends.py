@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -124,6 +129,18 @@ def test_fbgemm_slots_grow() -> None:
 def test_plain_torch_gives_the_host_kernels_bits_for_the_row_of_every_id(transfer: str) -> None:
     cached = row_collection("cached", CacheSettings(size="70%", kernels="torch", transfer=transfer))
     assert_equal(train(cached), train(row_collection("host", CacheSettings())))
+
+
+def test_triton_and_zero_copy_give_the_host_kernels_bits_in_the_interpreter() -> None:
+    checks = Path(__file__).with_name("triton_checks.py")
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(checks)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 @pytest.mark.parametrize(

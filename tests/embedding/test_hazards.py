@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from recsys_offload.embedding import HostEmbeddingBagCollection, SparseOptimizerSettings, prefetch
+from recsys_offload.embedding.cache import DeviceCache
 from recsys_offload.embedding.config import CacheSettings
+from recsys_offload.embedding.directory import Directory
 from recsys_offload.embedding.transfer import HostTransfer
-from recsys_offload.embedding.transfer_device import StagedTransfer
+from recsys_offload.embedding.transfer_device import StagedTransfer, _Ring
 from tests.embedding.reference_tables import ReferenceBagCollection
 from tests.embedding.simulated_device import simulate_device
 from tests.embedding.test_cache_exactness import evaluate
@@ -21,9 +24,11 @@ from tests.embedding.test_exactness import random_batch
 LANES = {"host lane": ("auto", "auto"), "staging": ("torch", "staging")}
 # A rule's absence shows within so many runs, each with other delays.
 RUNS = 12
+# In the smaller cache every batch replaces rows; the larger one has room for several batches whose rows only come.
+SIZES = ["15%", "60%"]
 
 
-def train(seed: int, lane: str) -> None:
+def train(seed: int, lane: str, size: str) -> None:
     """Two epochs on a device that lags; fails where an output or a table differs from plain torch's."""
     random = np.random.default_rng(seed)
     optimizer = SparseOptimizerSettings(name="adagrad", learning_rate=0.1)
@@ -36,7 +41,7 @@ def train(seed: int, lane: str) -> None:
         ],
         optimizer=optimizer,
         placements={"users": "cached", "items": "cached"},
-        cache=CacheSettings(size="15%", kernels=kernels, transfer=transfer),
+        cache=CacheSettings(size=size, kernels=kernels, transfer=transfer),
         threads=1,
     )
     resident = ReferenceBagCollection(collection, optimizer)
@@ -57,6 +62,14 @@ def train(seed: int, lane: str) -> None:
     resident.assert_equal(collection)
 
 
+def hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    admit = Directory.admit
+    patch.setattr(
+        Directory, "admit", lambda self, rows, number, oldest, coming=(): admit(self, rows, number, number, coming)
+    )
+    patch.setattr(DeviceCache, "has_room_ahead", lambda self, ticket, batches_ahead: True)
+
+
 def fetch_before_the_write_back_has_arrived(patch: pytest.MonkeyPatch) -> None:
     finish, drain = StagedTransfer._finish_write_back, StagedTransfer.drain
     draining = False
@@ -75,6 +88,16 @@ def fetch_before_the_write_back_has_arrived(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StagedTransfer, "drain", drain_all)
 
 
+def use_buffers_again_at_once(patch: pytest.MonkeyPatch) -> None:
+    guard = _Ring.guard
+
+    def unguarded(self: _Ring, copied: Any) -> None:
+        guard(self, copied)
+        self._copied = [None] * len(self._copied)
+
+    patch.setattr(_Ring, "guard", unguarded)
+
+
 def do_not_drain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostTransfer, "drain", lambda self: None)
     patch.setattr(StagedTransfer, "drain", lambda self: None)
@@ -87,23 +110,27 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lane", LANES)
 def test_with_all_rules_a_device_that_lags_trains_to_the_bits_of_resident_tables(lane: str) -> None:
     for seed in range(RUNS):
-        with pytest.MonkeyPatch.context() as patch:
-            simulate_device(patch, seed)
-            train(seed, lane)
+        for size in SIZES:
+            with pytest.MonkeyPatch.context() as patch:
+                simulate_device(patch, seed)
+                train(seed, lane, size)
 
 
 @pytest.mark.parametrize(
     ("lane", "remove", "ignoring"),
     [
+        pytest.param("host lane", hold_nothing, (), id="rows of planned batches are held"),
         pytest.param("host lane", nothing, ("compute",), id="compute waits for the rows"),
         pytest.param("host lane", nothing, ("move rows",), id="write-back waits for the last update"),
         pytest.param("host lane", do_not_drain, (), id="a flush drains"),
+        pytest.param("staging", hold_nothing, (), id="staging: rows of planned batches are held"),
         pytest.param("staging", nothing, ("compute",), id="staging: compute waits for the rows"),
         pytest.param("staging", nothing, ("write back",), id="staging: write-back waits for the last update"),
         pytest.param("staging", nothing, ("fetch",), id="staging: a slot is read before it is overwritten"),
         pytest.param(
             "staging", fetch_before_the_write_back_has_arrived, (), id="staging: a fetch waits for the write-back"
         ),
+        pytest.param("staging", use_buffers_again_at_once, (), id="staging: buffers are guarded"),
         pytest.param("staging", do_not_drain, (), id="staging: a flush drains"),
     ],
 )
@@ -111,11 +138,12 @@ def test_without_one_rule_training_goes_wrong(
     lane: str, remove: Callable[[pytest.MonkeyPatch], None], ignoring: tuple[str, ...]
 ) -> None:
     for seed in range(RUNS):
-        with pytest.MonkeyPatch.context() as patch:
-            simulate_device(patch, seed, frozenset(ignoring))
-            remove(patch)
-            try:
-                train(seed, lane)
-            except AssertionError:
-                return
+        for size in SIZES:
+            with pytest.MonkeyPatch.context() as patch:
+                simulate_device(patch, seed, frozenset(ignoring))
+                remove(patch)
+                try:
+                    train(seed, lane, size)
+                except AssertionError:
+                    return
     pytest.fail(f"{RUNS} runs without the rule were exact: the tests would not notice that it is missing")

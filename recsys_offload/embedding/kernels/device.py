@@ -11,6 +11,7 @@ W values each.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,12 +39,34 @@ MOST_WARPS = 8
 UNROLL = tl.constexpr(8)
 
 
+_interpreting = threading.Lock()
+
+
+class _OneAtATime:
+    """A kernel in Triton's interpreter, which replaces functions of ``triton.language`` while a kernel runs."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            with _interpreting:
+                self._kernel[grid](*arguments, **options)
+
+        return launch
+
+
 def _kernel(varying: list[str]) -> Callable[[Callable[..., None]], Any]:
     """Makes a kernel that is not compiled anew for other values or alignments of the ``varying`` arguments.
 
     They are numbers that change from batch to batch, and arrays packed behind one another.
     """
-    return triton.jit(do_not_specialize=varying, do_not_specialize_on_alignment=varying)
+
+    def make(function: Callable[..., None]) -> Any:
+        kernel = triton.jit(do_not_specialize=varying, do_not_specialize_on_alignment=varying)(function)
+        return _OneAtATime(kernel) if triton.knobs.runtime.interpret else kernel
+
+    return make
 
 
 @triton.jit

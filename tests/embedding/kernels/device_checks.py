@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -311,3 +312,17 @@ def test_rows_move_from_the_host_and_back(width: int) -> None:
         torch.cuda.synchronize()
     before[host_rows] = expected[slots] + 1
     assert_same_bits(host, before)
+
+
+def test_several_threads_may_launch_kernels() -> None:
+    """Training and the transfer of rows do; Triton's interpreter runs one kernel at a time."""
+    rows = torch.arange(64, dtype=torch.float32, device=DEVICE).reshape(16, 4)
+    slots = torch.arange(16, dtype=torch.int32, device=DEVICE)
+
+    def copy(_: int) -> bool:
+        output = torch.empty(16, 4, device=DEVICE)
+        device.lookup_rows(rows, 4, slots, output)
+        return torch.equal(output, rows)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(copy, range(60)))
