@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from recsys_offload.embedding import HostCollection, Prefetcher
@@ -60,9 +59,7 @@ class CacheReport:
         depths = self._prefetcher.queue_depths()
         caches = [collection.cache for collection in self._collections if collection.cache is not None]
         return {
-            "cache_hit_rate": recent.hit_rate,
-            "cache_hidden_seconds": recent.hidden_seconds,
-            **{f"cache_{name}": value for name, value in asdict(recent).items()},
+            **{f"cache_{name}": value for name, value in recent.values().items()},
             "cache_slots": sum(cache.slot_count for cache in caches),
             "cache_slots_held": sum(cache.slots_held() for cache in caches),
             "queue_planned": depths["planned"],
@@ -73,8 +70,7 @@ class CacheReport:
         """For the summary: counts and seconds of the whole run; None without a cache."""
         if not self.has_cache:
             return None
-        counts = self._prefetcher.counts()
-        return {"hit_rate": counts.hit_rate, "hidden_seconds": counts.hidden_seconds, **asdict(counts)}
+        return self._prefetcher.counts().values()
 
     def after_step(self) -> None:
         """Begins and ends the trace."""

@@ -27,8 +27,6 @@ from recsys_offload.embedding.threads import KernelThreads
 from recsys_offload.embedding.transfer import HostTransfer, Transfer
 from recsys_offload.embedding.transfer_device import StagedTransfer, ZeroCopyTransfer
 
-FLOAT_BYTES = 4
-
 
 @dataclass(frozen=True)
 class LookupSettings:
@@ -52,7 +50,7 @@ def slot_counts(groups: Sequence[TableGroup], size: int | str) -> list[int]:
         return [slots_for(max(1, size * count // sum(rows)), count, 1) for count in rows]
     if size.strip().endswith("%"):
         return [slots_for(size, count, 1) for count in rows]
-    all_bytes = sum(count * group.width * FLOAT_BYTES for group, count in zip(groups, rows, strict=True))
+    all_bytes = sum(count * group.row_bytes for group, count in zip(groups, rows, strict=True))
     share = slots_for(size, 2**62, 1) / all_bytes
     return [slots_for(max(1, int(share * count)), count, 1) for count in rows]
 
@@ -69,7 +67,7 @@ def _counts(groups: Sequence[TableGroup], settings: CacheSettings, size: int | s
         if group.placement == "device":
             counts.append(group.row_count)
         elif own_size is not None:
-            counts.append(slots_for(own_size, group.row_count, group.width * FLOAT_BYTES))
+            counts.append(slots_for(own_size, group.row_count, group.row_bytes))
         else:
             counts.append(next(shares))
     return counts

@@ -30,6 +30,16 @@ FURTHER_BATCHES_SHARE = 1 / 32
 GROWTH = 1.25
 
 
+def most_batches_ahead(depth: int) -> int:
+    """How many batches may have slots beside the one in training, where ``depth`` batches are known ahead."""
+    return max(1, depth // 2)
+
+
+def fits_ahead(unfinished: int, held: int, rows: int, slots: int) -> bool:
+    """Whether a batch of ``rows`` may take slots while ``unfinished`` others, at least one, hold ``held`` of them."""
+    return held + rows <= (NEXT_BATCH_SHARE if unfinished == 1 else FURTHER_BATCHES_SHARE) * slots
+
+
 def do_nothing() -> None:
     """The listener where nobody listens."""
 
@@ -175,10 +185,9 @@ class DeviceCache:
                 return True
             if unfinished > batches_ahead:
                 return False
-            share = NEXT_BATCH_SHARE if unfinished == 1 else FURTHER_BATCHES_SHARE
             return all(
-                cache.directory.held(oldest) + len(rows) <= share * cache.directory.slots
-                or isinstance(cache.directory, ResidentDirectory)
+                isinstance(cache.directory, ResidentDirectory)
+                or fits_ahead(unfinished, cache.directory.held(oldest), len(rows), cache.directory.slots)
                 for cache, rows in zip(self.groups, ticket.rows, strict=True)
             )
 
@@ -221,7 +230,7 @@ class DeviceCache:
             return True
 
     def _move(self, cache: GroupCache, rows: np.ndarray, admission: Admission) -> Arrival:
-        row_bytes = cache.group.width * 4
+        row_bytes = cache.group.row_bytes
         fetched, written_back = len(admission.fetch), len(admission.write_back_rows)
         if isinstance(cache.directory, Directory):  # in a resident table every row would count as a hit
             self.statistics.add(
@@ -281,7 +290,7 @@ class DeviceCache:
                 rows, slots = cache.directory.flush(oldest)
                 nothing = np.empty(0, np.int64)
                 self._transfer.move(Move(cache.group.rows, cache.slots, rows, slots, nothing, nothing, [newest]))
-                self.statistics.add(written_back=len(rows), written_back_bytes=len(rows) * cache.group.width * 4)
+                self.statistics.add(written_back=len(rows), written_back_bytes=len(rows) * cache.group.row_bytes)
             self._transfer.drain()
 
     def assemble(self, rows: Sequence[np.ndarray]) -> list[Slots]:

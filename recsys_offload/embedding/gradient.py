@@ -8,6 +8,12 @@ import numpy as np
 from torch import Tensor
 
 
+def with_contiguous_rows(matrix: Tensor) -> Tensor:
+    """``matrix`` itself, or a copy where its rows are not contiguous float32; they may lie apart."""
+    matrix = matrix.float()
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
 @dataclass(frozen=True)
 class RowMajor:
     """A float32 matrix whose rows are contiguous, but may lie apart: a slice of a larger one is read where it is.
@@ -23,9 +29,7 @@ class RowMajor:
     @classmethod
     def of(cls, matrix: Tensor) -> RowMajor:
         """A view of ``matrix`` ``[rows, columns]``, or of a copy where its rows are not contiguous float32."""
-        matrix = matrix.float()
-        if matrix.stride(1) != 1:
-            matrix = matrix.contiguous()
+        matrix = with_contiguous_rows(matrix)
         rows, columns = matrix.shape
         size = (rows - 1) * matrix.stride(0) + columns if rows else 0
         return cls(matrix.as_strided((size,), (1,)).numpy(), matrix.stride(0))

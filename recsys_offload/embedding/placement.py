@@ -10,8 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 
 from recsys_offload.embedding.config import EmbeddingSettings, Placement
 from recsys_offload.embedding.optimizers import state_columns
+from recsys_offload.embedding.store import FLOAT_BYTES
 
-FLOAT_BYTES = 4
 # The part of a budget that whole tables may take before there is a cache for the others.
 RESIDENT_SHARE = 1 / 2
 # The part of the device's free memory that is taken where no budget is given: the dense part needs some, too.

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_offload.embedding.cache import do_nothing
+from recsys_offload.embedding.cache import do_nothing, most_batches_ahead
 from recsys_offload.embedding.collection import HostCollection
 from recsys_offload.embedding.modules import host_collections
 from recsys_offload.embedding.request import Request
@@ -243,12 +243,14 @@ class _Pipeline(Generic[BatchT]):
         self._drop_planned()
 
     def _guarded(self, target: Callable[[], None]) -> None:
-        """Runs a thread; its error is raised in the loop, after the batches that were ready before it."""
+        """Runs a thread; its error is raised in the loop, after the batches that still can be trained on."""
         try:
             target()
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
+                if target == self._admit_ahead:
+                    self._drop_planned()  # nobody else would have their rows moved
                 self._notify()
 
     def _read(self) -> _Item[BatchT] | None:
@@ -313,7 +315,7 @@ class _Pipeline(Generic[BatchT]):
         return True
 
     def _admit_ahead(self) -> None:
-        batches_ahead = max(1, self._depth // 2)
+        batches_ahead = most_batches_ahead(self._depth)
         while True:
             with self._changed:
                 while not self._closed and not self._planned:
@@ -325,13 +327,7 @@ class _Pipeline(Generic[BatchT]):
                 item, *coming = self._planned
                 must, changes = self._starving and not self._ready, self._changes
             if must or all(collection.has_room_ahead(request, batches_ahead) for collection, request in item.requests):
-                try:
-                    admitted = self._admit(item, coming, may_grow=must)
-                except BaseException as error:
-                    with self._changed:
-                        self._error = error
-                        self._drop_planned()
-                    raise
+                admitted = self._admit(item, coming, may_grow=must)
             else:
                 admitted = False
             with self._changed:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys_offload.embedding.gradient import with_contiguous_rows
 from recsys_offload.embedding.plan import HotChunks
 from recsys_offload.embedding.slots import SlotBatch, Slots
 
@@ -161,7 +162,6 @@ class DeviceSlots(TensorSlots):
 
     def update(self, batch: SlotBatch, gradient: Tensor, optimizer: int, parameters: np.ndarray) -> None:
         arrays = self._on_device(batch)
-        gradient = gradient.float()
         self._kernels.update(
             self.rows,
             self.dim,
@@ -169,7 +169,7 @@ class DeviceSlots(TensorSlots):
             parameters,
             arrays["slots"],
             arrays["starts"],
-            gradient if gradient.stride(1) == 1 else gradient.contiguous(),
+            with_contiguous_rows(gradient),
             arrays["gradient_rows"],
             arrays["gradient_columns"],
             arrays["factors"],
@@ -181,7 +181,6 @@ class DeviceSlots(TensorSlots):
     def weight_gradients(self, batch: SlotBatch, gradient: Tensor) -> Tensor:
         arrays = self._on_device(batch)
         output = torch.empty(len(batch.slot_of_id), device=self.device)
-        gradient = gradient.float()
         self._kernels.weight_gradients(
             self.rows,
             self.dim,
@@ -189,7 +188,7 @@ class DeviceSlots(TensorSlots):
             arrays["offsets"],
             arrays["columns"],
             arrays["means"].bool(),
-            gradient if gradient.stride(1) == 1 else gradient.contiguous(),
+            with_contiguous_rows(gradient),
             output,
         )
         return output.cpu()

@@ -162,8 +162,4 @@ class FbgemmSlots(TensorSlots):
 
     def weight_gradients(self, batch: SlotBatch, gradient: Tensor) -> Tensor:
         weights = DeviceSlots(self._arrays()[0], self.dim, device_torch)
-        packed, batch.packed = batch.packed, None
-        try:
-            return weights.weight_gradients(batch, gradient)
-        finally:
-            batch.packed = packed
+        return weights.weight_gradients(batch, gradient)

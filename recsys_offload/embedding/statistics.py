@@ -46,6 +46,10 @@ class CacheCounts:
         """How long rows moved while training went on."""
         return max(0.0, self.moving_seconds - self.stalled_seconds)
 
+    def values(self) -> dict[str, float]:
+        """All of it by name, what is derived from the counts included."""
+        return {"hit_rate": self.hit_rate, "hidden_seconds": self.hidden_seconds, **asdict(self)}
+
     def since(self, earlier: CacheCounts) -> CacheCounts:
         """What has been added since ``earlier``."""
         return CacheCounts(**{one.name: getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)})

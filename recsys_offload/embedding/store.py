@@ -18,6 +18,8 @@ from recsys_offload.embedding.kernels.host_init import fill_uniform
 from recsys_offload.embedding.optimizers import state_columns
 from recsys_offload.embedding.threads import KernelThreads
 
+FLOAT_BYTES = 4
+
 
 @dataclass
 class TableGroup:
@@ -46,6 +48,10 @@ class TableGroup:
     @property
     def width(self) -> int:
         return max((last for _, last in self.state.values()), default=self.dim)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * FLOAT_BYTES
 
     def add(self, name: str, rows: int) -> None:
         self.tables[name] = (self.row_count, rows)

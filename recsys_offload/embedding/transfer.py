@@ -102,8 +102,8 @@ class StreamArrival(Arrival):
         compute.wait(self._event)
 
 
-class HostTransfer(Transfer):
-    """Moves rows to and from slots in host memory: one thread copies them row by row."""
+class OneStreamTransfer(Transfer, Generic[SlotsT]):
+    """Moves rows in both directions in one stream, whose order is all the order that is needed."""
 
     def __init__(self, runtime: Runtime, statistics: CacheStatistics) -> None:
         """Args:
@@ -113,19 +113,35 @@ class HostTransfer(Transfer):
         super().__init__(statistics)
         self._stream = runtime.new_stream("move rows")
 
-    def move(self, move: Move) -> Arrival:
-        slots, host = move.slots, move.host
+    def move(self, move: Move[SlotsT]) -> Arrival:
         for update in move.after:
             self._stream.wait(update)
         if len(move.write_back_rows):
-            write_back = partial(slots.write_back, host, move.write_back_rows, move.write_back_slots)
-            self._run(self._stream, "write back", write_back)
+            self._run(self._stream, "write back", partial(self._write_back, move))
         if len(move.fetch_rows):
-            self._run(self._stream, "fetch", partial(slots.fetch, host, move.fetch_rows, move.fetch_slots))
+            self._run(self._stream, "fetch", partial(self._fetch, move))
         return StreamArrival(self._stream.record())
+
+    @abstractmethod
+    def _write_back(self, move: Move[SlotsT]) -> None:
+        """Copies changed rows to the host, in the stream."""
+
+    @abstractmethod
+    def _fetch(self, move: Move[SlotsT]) -> None:
+        """Copies rows from the host, in the stream."""
 
     def drain(self) -> None:
         self._stream.synchronize()
 
     def close(self) -> None:
         self._stream.close()
+
+
+class HostTransfer(OneStreamTransfer[Slots]):
+    """Moves rows to and from slots in host memory: one thread copies them row by row."""
+
+    def _write_back(self, move: Move[Slots]) -> None:
+        move.slots.write_back(move.host, move.write_back_rows, move.write_back_slots)
+
+    def _fetch(self, move: Move[Slots]) -> None:
+        move.slots.fetch(move.host, move.fetch_rows, move.fetch_slots)

@@ -13,7 +13,7 @@ from recsys_offload.embedding.kernels.host_move import copy_rows
 from recsys_offload.embedding.runtime import Event, Runtime, Stream, WorkerStream
 from recsys_offload.embedding.slots_device import DeviceSlots, TensorSlots
 from recsys_offload.embedding.statistics import CacheStatistics
-from recsys_offload.embedding.transfer import Arrival, Move, StreamArrival, Transfer
+from recsys_offload.embedding.transfer import Arrival, Move, OneStreamTransfer, Transfer
 
 # Staging buffers in each direction: one is filled or emptied while the other is copied.
 BUFFERS = 2
@@ -156,7 +156,7 @@ class StagedTransfer(Transfer):
         self._returning.close()
 
 
-class ZeroCopyTransfer(Transfer):
+class ZeroCopyTransfer(OneStreamTransfer[DeviceSlots]):
     """Kernels on the device read and write the host's rows themselves, without any work of the host per row."""
 
     def __init__(self, runtime: Runtime, kernels: ModuleType, statistics: CacheStatistics) -> None:
@@ -165,35 +165,17 @@ class ZeroCopyTransfer(Transfer):
         kernels: that has ``fetch_rows`` and ``write_back_rows`` (``kernels/device.py``).
         statistics: where the time is noted.
         """
-        super().__init__(statistics)
+        super().__init__(runtime, statistics)
         self._device = runtime.device
         self._kernels = kernels
-        self._stream = runtime.new_stream("move rows")
 
-    def move(self, move: Move[DeviceSlots]) -> Arrival:
-        host = torch.from_numpy(move.host)
-        for update in move.after:
-            self._stream.wait(update)
-        if len(move.write_back_rows):
-            rows, slots = self._indices(move.write_back_rows, move.write_back_slots)
-            work = partial(self._copy, "write_back_rows", host, rows, move.slots, slots)
-            self._run(self._stream, "write back", work)
-        if len(move.fetch_rows):
-            rows, slots = self._indices(move.fetch_rows, move.fetch_slots)
-            self._run(self._stream, "fetch", partial(self._copy, "fetch_rows", host, rows, move.slots, slots))
-        return StreamArrival(self._stream.record())
+    def _write_back(self, move: Move[DeviceSlots]) -> None:
+        rows, slots = self._on_device(move.write_back_rows), self._on_device(move.write_back_slots)
+        self._kernels.write_back_rows(torch.from_numpy(move.host), rows, move.slots.rows, slots)
 
-    @staticmethod
-    def _indices(rows: np.ndarray, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(np.ascontiguousarray(rows)), torch.from_numpy(slots.astype(np.int64))
+    def _fetch(self, move: Move[DeviceSlots]) -> None:
+        rows, slots = self._on_device(move.fetch_rows), self._on_device(move.fetch_slots)
+        self._kernels.fetch_rows(torch.from_numpy(move.host), rows, move.slots.rows, slots)
 
-    def _copy(
-        self, kernel: str, host: torch.Tensor, rows: torch.Tensor, slots: DeviceSlots, indices: torch.Tensor
-    ) -> None:
-        getattr(self._kernels, kernel)(host, rows.to(self._device), slots.rows, indices.to(self._device))
-
-    def drain(self) -> None:
-        self._stream.synchronize()
-
-    def close(self) -> None:
-        self._stream.close()
+    def _on_device(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(indices.astype(np.int64)).to(self._device)

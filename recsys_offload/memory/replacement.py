@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from recsys_offload.embedding.cache import FURTHER_BATCHES_SHARE, NEXT_BATCH_SHARE
+from recsys_offload.embedding.cache import fits_ahead, most_batches_ahead
 from recsys_offload.embedding.directory import Admission, Directory
 from recsys_offload.memory.kernels import KNOWN, NOTHING_AHEAD, count_hits, count_uses_so_far, find_next_uses
 from recsys_offload.memory.trace import Trace
@@ -53,10 +53,8 @@ def directory_hits(trace: Trace, slots: int, depth: int) -> int:
         if admitted == training:
             admit_next(training)
         while depth > 0 and admitted < min(training + depth + 1, len(trace)):
-            ahead = admitted - training
-            share = NEXT_BATCH_SHARE if ahead == 1 else FURTHER_BATCHES_SHARE
-            room = share * slots - directory.held(training)
-            if ahead > max(1, depth // 2) or len(trace.batch(admitted)) > room:
+            ahead, rows = admitted - training, len(trace.batch(admitted))
+            if ahead > most_batches_ahead(depth) or not fits_ahead(ahead, directory.held(training), rows, slots):
                 break
             admit_next(training)
     return hits
