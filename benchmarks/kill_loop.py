@@ -33,6 +33,8 @@ from recsys_offload.train import main as train
 
 ROWS = 6000
 TIMES = {"seconds", "training_seconds", "samples_per_second", "examples_per_second"}
+# What the cache of one process did, and when: not what was trained.
+CACHE_FIGURES = ("cache", "queue_")
 CONFIG: dict[str, Any] = {
     "data": {
         "dense": {"age": {"transform": "standardize"}, "price": {"transform": "log1p"}},
@@ -146,7 +148,7 @@ def differences(run: Path, reference: Path) -> list[str]:
 
 
 def same_content(ours: Path, theirs: Path, run: Path, reference: Path) -> bool:
-    """Whether two files are equal; in JSON, times do not count, nor the names of the run folders."""
+    """Whether two files are equal; in JSON, times and cache figures do not count, nor the names of the run folders."""
     if not ours.exists():
         return False
     if theirs.suffix not in (".json", ".jsonl"):
@@ -161,7 +163,8 @@ def same_content(ours: Path, theirs: Path, run: Path, reference: Path) -> bool:
 
 def without_times(content: Any) -> Any:
     if isinstance(content, dict):
-        return {key: without_times(value) for key, value in content.items() if key not in TIMES}
+        kept = [key for key in content if key not in TIMES and not key.startswith(CACHE_FIGURES)]
+        return {key: without_times(content[key]) for key in kept}
     return [without_times(item) for item in content] if isinstance(content, list) else content
 
 
