@@ -19,9 +19,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_offload.embedding.build_cache import LookupSettings, build_cache
 from recsys_offload.embedding.cache import DeviceCache, Ticket
+from recsys_offload.embedding.compile_notice import CompileNotices
 from recsys_offload.embedding.config import CacheSettings, InvalidIds, Placement, SparseOptimizerSettings
 from recsys_offload.embedding.group_lookup import GroupLookup, HostLookup, SlotLookup
 from recsys_offload.embedding.optimizers import CODES, InBackwardOptimizer, update_parameters
+from recsys_offload.embedding.placement import check_placements
 from recsys_offload.embedding.plan import GroupFeatures, Ids, Plan, make_plan
 from recsys_offload.embedding.request import Part, Request
 from recsys_offload.embedding.runtime import Event
@@ -33,21 +35,8 @@ from recsys_offload.reused_memory import ReusedMemory
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BEFORE_COMPILE_NOTICE = 1.0
 # Outputs whose memory is used again: one may still be read while another is written.
 OUTPUTS_KEPT = 2
-
-
-@contextmanager
-def _compile_notice(what: str) -> Iterator[None]:
-    """Says why the first batch takes long, where it does: Numba compiles once per machine and keeps the result."""
-    message = f"Compiling the embedding {what} for this machine (once; later runs take it from the cache) ..."
-    timer = threading.Timer(SECONDS_BEFORE_COMPILE_NOTICE, logger.warning, [message])
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class _Lookup(torch.autograd.Function):
@@ -75,19 +64,6 @@ class _Lookup(torch.autograd.Function):
         if request.updates:
             ctx.collection._update(request, list(gradients))
         return None, weight_gradient, None, None
-
-
-def _check_names(names: Sequence[str], placements: Mapping[str, Placement], cache: CacheSettings) -> None:
-    for what, given in {"placements": placements, "cache.sizes": cache.sizes}.items():
-        for name in given:
-            if name not in names:
-                raise ValueError(f"{what} names a table {name!r} that does not exist; there are {list(names)}")
-    for name in cache.sizes:
-        if placements.get(name, "host") != "cached":
-            raise ValueError(f"cache.sizes gives table {name!r} a cache, but its placement is not cached")
-    for name, placement in placements.items():
-        if placement not in ("device", "cached", "host"):
-            raise ValueError(f"table {name!r}: placement must be device, cached or host, not {placement!r}")
 
 
 class HostCollection(nn.Module):
@@ -128,7 +104,7 @@ class HostCollection(nn.Module):
         self._pooled = pooled
         self._invalid_ids, self._fallback_row = invalid_ids, fallback_row
         cache = cache or CacheSettings()
-        _check_names([config.name for config in self._configs], placements or {}, cache)
+        check_placements([config.name for config in self._configs], placements or {}, cache)
         self.tables = HostTables(
             self._configs,
             optimizer,
@@ -161,7 +137,7 @@ class HostCollection(nn.Module):
         self._output_memory = ReusedMemory(np.float32, OUTPUTS_KEPT)
         self._planning = threading.Lock()
         self._planned: dict[int, deque[Request]] = {}
-        self._compiled: set[str] = set()
+        self._compile_notices = CompileNotices()
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +166,7 @@ class HostCollection(nn.Module):
         ids = Ids.of(features, self._pooled and self.is_weighted())
         request = Request(features, ids, [Part(group_features) for group_features in self._features_for(ids.keys)])
         request.updates = updates
-        with self._planning, self._noting_compilation("plan"):
+        with self._planning, self._compile_notices.around("plan"):
             for group, part in zip(self.tables.groups, request.parts, strict=True):
                 if updates or group.placement != "host":
                     part.plan = make_plan(
@@ -232,7 +208,7 @@ class HostCollection(nn.Module):
         assert request.ticket is not None
         if self.cache is not None:
             tickets = [other.ticket for other in coming if other.ticket is not None]
-            with self._noting_compilation("cache"):
+            with self._compile_notices.around("cache"):
                 if not self.cache.admit(request.ticket, tickets, may_grow=may_grow):
                     return False
             for index, cache, slots in zip(self._cached_groups, self.cache.groups, request.ticket.slots, strict=True):
@@ -354,16 +330,9 @@ class HostCollection(nn.Module):
     def _computing(self, what: str) -> Iterator[None]:
         """Around work over the slots."""
         start = time.perf_counter()
-        with self.cache.compute_lock if self.cache is not None else nullcontext(), self._noting_compilation(what):
+        with self.cache.compute_lock if self.cache is not None else nullcontext(), self._compile_notices.around(what):
             yield
         self.statistics.span("training", what, start, time.perf_counter())
-
-    @contextmanager
-    def _noting_compilation(self, what: str) -> Iterator[None]:
-        """The first time, says so where it takes long."""
-        with nullcontext() if what in self._compiled else _compile_notice(what):
-            yield
-        self._compiled.add(what)
 
     def _weight_gradient(self, request: Request, gradients: list[Tensor]) -> Tensor:
         """The gradient of the per-id weights, float32 ``[N]``, before the rows are updated."""

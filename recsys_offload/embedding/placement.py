@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from recsys_offload.embedding.config import EmbeddingSettings, Placement
+from recsys_offload.embedding.config import CacheSettings, EmbeddingSettings, Placement
 from recsys_offload.embedding.optimizers import state_columns
 from recsys_offload.embedding.store import FLOAT_BYTES
 
@@ -52,6 +52,29 @@ def choose_placements(
         budget = _budget(settings, device)
         placements.update(_place(automatic, settings, budget, uses or {}))
     return placements
+
+
+def check_placements(names: Sequence[str], placements: Mapping[str, Placement], cache: CacheSettings) -> None:
+    """Checks what is said about tables against what tables there are.
+
+    Args:
+        names: of all tables.
+        placements: table -> placement, decided.
+        cache: whose ``sizes`` name tables, too.
+
+    Raises:
+        ValueError: a table does not exist, has no such placement, or has a cache of its own without being cached.
+    """
+    for what, given in {"placements": placements, "cache.sizes": cache.sizes}.items():
+        for name in given:
+            if name not in names:
+                raise ValueError(f"{what} names a table {name!r} that does not exist; there are {list(names)}")
+    for name in cache.sizes:
+        if placements.get(name, "host") != "cached":
+            raise ValueError(f"cache.sizes gives table {name!r} a cache, but its placement is not cached")
+    for name, placement in placements.items():
+        if placement not in ("device", "cached", "host"):
+            raise ValueError(f"table {name!r}: placement must be device, cached or host, not {placement!r}")
 
 
 def _budget(settings: EmbeddingSettings, device: torch.device) -> int:

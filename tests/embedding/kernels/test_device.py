@@ -19,7 +19,7 @@ from recsys_offload.embedding.kernels import layout
 triton = pytest.importorskip("triton")
 
 CHECKS = Path(__file__).with_name("device_checks.py")
-KERNELS = ["_lookup_pooled", "_lookup_rows", "_weight_gradients", "_sum_chunks", "_update", "_copy_rows"]
+KERNELS = ["lookup_pooled", "lookup_rows", "weight_gradients", "sum_chunks", "update", "copy_rows"]
 POINTERS = {torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
 ARITHMETIC = re.compile(r"\b(?:add|sub|mul|mad|fma|div|rcp|sqrt|rsqrt)\b[a-z.]*\.f32\b")
 # Each of them rounds once, to nearest, and keeps subnormal numbers.
@@ -122,5 +122,5 @@ def test_kernels_compile_without_fused_or_approximate_arithmetic(
     assert len(programs) == len(KERNELS)
     arithmetic = {name: set(ARITHMETIC.findall(program)) for name, program in programs.items()}
     assert set().union(*arithmetic.values()) <= ROUNDED
-    assert not arithmetic["_copy_rows_kernel"] | arithmetic["_lookup_rows_kernel"]
-    assert ("sqrt.rn.f32" in arithmetic["_update_kernel"]) == (optimizer != layout.SGD)
+    assert not arithmetic["copy_rows_kernel"] | arithmetic["lookup_rows_kernel"]
+    assert ("sqrt.rn.f32" in arithmetic["update_kernel"]) == (optimizer != layout.SGD)
