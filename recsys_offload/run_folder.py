@@ -19,7 +19,8 @@ from recsys_offload.durable_files import durable_file
 
 __all__ = ["RunFolder", "RunFolderError"]
 
-_HARMLESS_SECTIONS = ("logging.", "checkpoint.")
+# What does not change the numbers. Where rows are makes no difference to the bit; which kernels compute may.
+_HARMLESS_SECTIONS = ("logging.", "checkpoint.", "embedding.placements", "embedding.cache.sizes")
 _HARMLESS = {
     "run.name",
     "run.root",
@@ -28,6 +29,14 @@ _HARMLESS = {
     "data.read_ahead",
     "data.threads",
     "embedding.threads",
+    "embedding.memory_limit",
+    "embedding.placement",
+    "embedding.device_memory",
+    "embedding.look_ahead",
+    "embedding.cache.size",
+    "embedding.cache.limit",
+    "embedding.cache.warm_start",
+    "embedding.cache.transfer",
     "train.epochs",
     "train.steps",
     "train.patience",

@@ -92,9 +92,8 @@ class Trainer:
         self.validation_batches = self._evaluation_batches("validation")
         self.test_batches = self._evaluation_batches("test")
 
-        self.model = build_model(
-            config.model, config.data, config.embedding, config.run.seed, self.device, self._count_uses()
-        )
+        uses = self._count_uses()
+        self.model = build_model(config.model, config.data, config.embedding, config.run.seed, self.device, uses)
         collections = host_collections(self.model)
         self.prefetched = prefetch(self.train_batches, self.model, config.embedding.look_ahead)
         self.cache_report = CacheReport(
@@ -115,6 +114,9 @@ class Trainer:
         self._saved: tuple[int, int, int] | None = None
         if checkpoint is not None:
             self._resume(checkpoint)
+        if uses is not None and config.embedding.cache.warm_start:  # of the rows as the checkpoint has them
+            for collection in collections.values():
+                collection.warm(uses)
 
     def train(self) -> Summary:
         """Train until the end, then evaluate the best checkpoint on the test part.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # A batch's rows are moved while the one before it is trained on, if both fit into this share of the slots; rows of
 # batches further ahead only while they take little of the room that the rows of past batches are kept in.
-NEXT_BATCH_SHARE = 3 / 4
+NEXT_BATCH_SHARE = 1 / 2
 FURTHER_BATCHES_SHARE = 1 / 32
 # What a cache that is too small grows by, at least, so that it does not grow often.
 GROWTH = 1.25

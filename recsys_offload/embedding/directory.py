@@ -9,17 +9,15 @@ import numpy as np
 
 from recsys_offload.embedding.host_memory import allocate
 from recsys_offload.embedding.kernels import host_directory as kernels
+from recsys_offload.embedding.kernels import victim_queue as queue
 from recsys_offload.embedding.threads import KernelThreads
 
-# A row's past uses count half after this many times as many batches as would fill the cache. Of 1, 3, 10, 30 and 100,
-# 10 had the best or nearly the best hit rate on every data set and size tried (see memory/hit_rate.py).
-HALF_LIFE_IN_FILLS = 10
+# A row's past uses count half after this many times as many batches as would fill the cache. Longer is better where
+# popularity does not change (generated data), shorter where it does (reviews over years); with 50 the hit rate is at
+# least LFU's on both (benchmarks/README.md).
+HALF_LIFE_IN_FILLS = 50
 # The score of a single use in batch 0, in units of log2: room below for rows known to be rare before training begins.
 FIRST_SCORE = 32
-# One listing looks at every slot, so it lists enough victims to make that worth while.
-LISTED_SHARE = 16
-# A batch that replaces more than one slot in this many begins with a fresh list.
-LISTED_AGAIN_SHARE = 64
 # Scores are lowered together before they reach it; the rest of int32 is room for sums.
 HIGHEST_SCORE = 2**30
 
@@ -43,6 +41,23 @@ class Admission:
     newest_use: int
 
 
+@dataclass
+class _PlannedBatch:
+    """A batch that will be admitted later.
+
+    Attributes:
+        number: that it will have.
+        rows: int64 ``[n]``, distinct.
+        absent: int64 ``[m]``: those that had no slot when they were last looked up.
+        memory: int64 ``[n]``, of ``absent``.
+    """
+
+    number: int
+    rows: np.ndarray
+    absent: np.ndarray
+    memory: np.ndarray
+
+
 class Directory:
     """The slots of one group of tables.
 
@@ -50,8 +65,8 @@ class Directory:
     that uses it is unfinished. Of the others, the row to go is one that no coming batch needs, the least used first
     (uses count less the older they are); only where all are needed, the one that is needed last.
 
-    Memory: 4 bytes per row of the tables, 28 per slot. (The plan's own memory, ``TableGroup.last_number``, is another
-    4 bytes per row.)
+    Memory: 4 bytes per row of the tables, 45 per slot. (The plan's own memory, ``TableGroup.last_number``, is another 4
+    bytes per row.)
     """
 
     def __init__(self, rows: int, slots: int, threads: KernelThreads | None = None) -> None:
@@ -66,13 +81,17 @@ class Directory:
         self._threads = threads or KernelThreads(1)
         self._slot_of_row = allocate((rows,), np.dtype(np.int32), f"the directory of {rows:,} rows")
         self._slot_of_row.fill(kernels.ABSENT)
+        self._records = np.empty((0, queue.RECORD_COLUMNS), np.int32)
         self._row_of_slot = np.empty(0, np.int64)
-        self._records = np.empty((0, kernels.RECORD_COLUMNS), np.int32)
         self._free = np.empty(0, np.int32)
-        self._cursors = np.zeros(kernels.CURSORS, np.int64)
+        self._ends = np.full((queue.BUCKETS, queue.ENDS_COLUMNS), queue.NONE, np.int32)
+        self._chunks = np.empty((0, queue.CHUNK_COLUMNS), np.int32)
+        self._cursors = np.zeros(queue.CURSORS, np.int64)
         self._unfinished: dict[int, np.ndarray] = {}
+        self._planned: dict[int, _PlannedBatch] = {}
         self._held = 0
         self._half_life: float | None = None
+        self._use = FIRST_SCORE * queue.SCORE_UNIT
         self._rebased = 0
         self._flushed = -1
         self.grow(slots)
@@ -85,28 +104,41 @@ class Directory:
     @property
     def residents(self) -> int:
         """How many slots hold a row."""
-        return self.slots - int(self._cursors[kernels.FREE])
+        return self.slots - int(self._cursors[queue.FREE])
 
     def held(self, oldest: int) -> int:
         """How many slots are used by batch ``oldest`` or a later one, all batches before it being finished."""
         for number in [number for number in self._unfinished if number < oldest]:
-            self._held -= kernels.count_last_uses(self._unfinished.pop(number), number, self._records)
+            self._held -= kernels.release_slots(
+                self._unfinished.pop(number), number, self._use, self._records, self._ends, self._chunks, self._cursors
+            )
         return self._held
 
     def grow(self, slots: int) -> None:
         """Adds slots, up to ``slots`` in total."""
         before = self.slots
         added = slots - before
-        free = int(self._cursors[kernels.FREE])
-        self._row_of_slot = np.concatenate([self._row_of_slot, np.full(added, kernels.NO_ROW, np.int64)])
-        fresh = np.full((added, kernels.RECORD_COLUMNS), kernels.NO_USE, np.int32)
-        self._records = np.concatenate([self._records, fresh])
+        free = int(self._cursors[queue.FREE])
+        records = allocate((slots, queue.RECORD_COLUMNS), np.dtype(np.int32), f"the directory of {slots:,} slots")
+        records[:before] = self._records
+        records[before:] = kernels.NO_USE
+        records[before:, queue.QUEUED] = 0
+        self._records = records
+        self._row_of_slot = records.view(np.int64)[:, queue.ROW_COLUMN]
+        self._row_of_slot[before:] = queue.NO_ROW
         # The lowest number is taken first.
         self._free = np.concatenate([np.arange(slots - 1, before - 1, -1, dtype=np.int32), self._free[:free]])
-        self._cursors[kernels.FREE] = free + added
-        self._victims = np.empty((max(1, slots // LISTED_SHARE), 3), np.int32)
-        self._recent = np.empty((slots, 2), np.int32)
-        self._cursors[kernels.VICTIM : kernels.RECENT_END + 1] = 0
+        self._cursors[queue.FREE] = free + added
+        queued = self._queued_slots()
+        self._chunks = np.empty((queue.chunk_count(slots), queue.CHUNK_COLUMNS), np.int32)
+        self._refill_queue(queued)
+
+    def _queued_slots(self) -> np.ndarray:
+        slots = np.empty(self.slots, np.int32)
+        return slots[: queue.queued_slots(self._ends, self._chunks, self._cursors, slots)]
+
+    def _refill_queue(self, slots: np.ndarray) -> None:
+        queue.refill(slots, self._use, self._records, self._ends, self._chunks, self._cursors)
 
     def admit(
         self, rows: np.ndarray, number: int, oldest: int, coming: Sequence[tuple[int, np.ndarray]] = ()
@@ -126,19 +158,23 @@ class Directory:
         """
         if self._half_life is None and len(rows):
             self._half_life = HALF_LIFE_IN_FILLS * max(1.0, self.slots / len(rows))
-        use = self._score_of_use(number)
+        self._set_use(number)
+        queue.raise_top(self._use, self._ends, self._chunks, self._cursors)
+        self._planned.pop(id(rows), None)
         held = self.held(oldest)
-        slots = np.empty(len(rows), np.int32)
+        slots = self._unfinished.get(number)
+        if slots is None:
+            slots = np.full(len(rows), kernels.ABSENT, np.int32)
         bounds = self._threads.even_bounds(len(rows))
         parts = self._threads.run(
-            kernels.touch_rows, bounds, rows, number, oldest, use, self._slot_of_row, self._records, slots
+            kernels.touch_rows, bounds, rows, number, oldest, self._use, self._slot_of_row, self._records, slots
         )
         missing = sum(part >> 32 for part in parts)
         self._held = held = held + sum(part & 0xFFFFFFFF for part in parts)
         self._unfinished[number] = slots
         if missing > self.slots - held:
             return missing - (self.slots - held)
-        admission = self._place(rows, slots, missing, number, oldest, use, coming)
+        admission = self._place(rows, slots, missing, number, oldest, coming)
         self._held += missing
         return admission
 
@@ -149,54 +185,67 @@ class Directory:
         missing: int,
         number: int,
         oldest: int,
-        use: int,
         coming: Sequence[tuple[int, np.ndarray]],
     ) -> Admission:
         cursors = self._cursors
-        cursors[[kernels.FETCHED, kernels.WRITTEN_BACK]] = 0
-        cursors[kernels.NEWEST_USE] = kernels.NO_USE
+        cursors[[queue.FETCHED, queue.WRITTEN_BACK]] = 0
+        cursors[queue.NEWEST_USE] = kernels.NO_USE
         fetch, write_back = np.empty(missing, np.int32), np.empty((missing, 2), np.int64)
-        if missing > cursors[kernels.FREE]:
-            for later, later_rows in reversed(coming):  # so that the nearest use is what stays
-                kernels.mark_next_use(later_rows, later, self._slot_of_row, self._records)
-            if missing * LISTED_AGAIN_SHARE >= self.slots:
-                # What is left of an old list reaches up to rows that are used more than those released since.
-                cursors[kernels.VICTIM : kernels.RECENT_END + 1] = 0
-        place = 0
+        if missing > cursors[queue.FREE]:
+            self._mark_planned(coming, oldest)
+        place, needed_later = 0, np.empty(0, np.int32)
         while True:
             place = kernels.place_rows(
                 place,
                 rows,
                 number,
                 oldest,
-                use,
+                self._use,
                 self._flushed,
                 self._slot_of_row,
                 self._row_of_slot,
                 self._records,
                 slots,
                 self._free,
-                self._victims,
-                self._recent,
+                needed_later,
+                self._ends,
+                self._chunks,
                 cursors,
                 fetch,
                 write_back,
             )
             if place == len(rows):
                 break
-            self._list_victims(number, oldest, missing - int(cursors[kernels.FETCHED]))
-        written_back = write_back[: cursors[kernels.WRITTEN_BACK]]
-        return Admission(slots, fetch, written_back[:, 0], written_back[:, 1], int(cursors[kernels.NEWEST_USE]))
+            needed_later = self._needed_later(number, oldest, coming)
+        written_back = write_back[: cursors[queue.WRITTEN_BACK]]
+        return Admission(slots, fetch, written_back[:, 0], written_back[:, 1], int(cursors[queue.NEWEST_USE]))
 
-    def _list_victims(self, number: int, oldest: int, wanted: int) -> None:
-        if wanted > len(self._victims):
-            self._victims = np.empty((wanted, 3), np.int32)
-        count = kernels.list_victims(self._records, self._row_of_slot, number, oldest, wanted, self._victims)
-        # The list covers the recent rows, too, but for those that an unfinished batch holds.
-        recent = self._recent[self._cursors[kernels.RECENT] : self._cursors[kernels.RECENT_END]]
-        kept = recent[self._records[recent[:, 0], kernels.LAST_USE] >= oldest]
-        self._recent[: len(kept)] = kept
-        self._cursors[kernels.VICTIM : kernels.RECENT_END + 1] = 0, count, 0, len(kept)
+    def _mark_planned(self, coming: Sequence[tuple[int, np.ndarray]], oldest: int) -> None:
+        """Notes which slots the coming batches need. Each is looked up once, and then only its rows without a slot."""
+        planned = {}
+        for number, rows in coming:
+            batch = self._planned.pop(id(rows), None)
+            if batch is None or batch.number != number:
+                batch = _PlannedBatch(number, rows, rows, np.empty(len(rows), np.int64))
+            planned[id(rows)] = batch
+        for batch in self._planned.values():  # they are not coming any more: the loop was left, or began anew
+            kernels.unplan_rows(
+                batch.rows, oldest, self._use, self._slot_of_row, self._records, self._ends, self._chunks, self._cursors
+            )
+        for batch in planned.values():
+            absent = kernels.mark_planned(batch.absent, batch.number, self._slot_of_row, self._records, batch.memory)
+            batch.absent = batch.memory[:absent]
+        self._planned = planned
+
+    def _needed_later(self, number: int, oldest: int, coming: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+        """The slots that only planned batches use, int32 ``[n]``; the last is the one that is needed last."""
+        for batch in self._planned.values():
+            batch.absent = batch.rows  # some of them may be about to lose their slots
+        for later, rows in reversed(coming):  # so that the nearest use is what stays
+            kernels.mark_first_planned(rows, later, self._slot_of_row, self._records)
+        keys, slots = np.empty(self.slots, np.int64), np.empty(self.slots, np.int32)
+        count = kernels.list_planned(self._records, self._row_of_slot, number, oldest, keys, slots)
+        return slots[np.argsort(keys[:count], kind="stable")]
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """The slots of ``rows`` (int64 ``[n]``), int32 ``[n]``; -1 for a row that has none. Changes nothing."""
@@ -209,7 +258,7 @@ class Directory:
 
         The caller writes them back: from now on they count as unchanged.
         """
-        changed = (self._row_of_slot != kernels.NO_ROW) & (self._records[:, kernels.LAST_USE] > self._flushed)
+        changed = (self._row_of_slot != queue.NO_ROW) & (self._records[:, queue.LAST_USE] > self._flushed)
         slots = np.flatnonzero(changed)
         self._flushed = oldest - 1
         return self._row_of_slot[slots], slots
@@ -220,14 +269,16 @@ class Directory:
         Returns:
             int64 ``[0]``: no row needs to be fetched before a batch does.
         """
-        resident = self._row_of_slot != kernels.NO_ROW
+        resident = self._row_of_slot != queue.NO_ROW
         self._slot_of_row[self._row_of_slot[resident]] = kernels.ABSENT
-        self._row_of_slot.fill(kernels.NO_ROW)
         self._records.fill(kernels.NO_USE)
+        self._records[:, queue.QUEUED] = 0
+        self._row_of_slot.fill(queue.NO_ROW)
+        self._refill_queue(np.empty(0, np.int32))
         self._free = np.arange(self.slots - 1, -1, -1, dtype=np.int32)
-        self._cursors[:] = 0
-        self._cursors[kernels.FREE] = self.slots
+        self._cursors[queue.FREE] = self.slots
         self._unfinished.clear()
+        self._planned.clear()
         self._held = 0
         return np.empty(0, np.int64)
 
@@ -243,7 +294,7 @@ class Directory:
         self._half_life = HALF_LIFE_IN_FILLS * max(1.0, self.slots / max(1.0, float(uses_per_batch.sum())))
         # The sum of 2 ** (use / half_life) over all past uses, at a steady rate.
         steady = np.maximum(uses_per_batch, np.float32(2.0**-FIRST_SCORE)) * (self._half_life / np.log(2.0))
-        scores = np.rint((FIRST_SCORE + np.log2(steady)) * kernels.SCORE_UNIT).clip(0).astype(np.int32)
+        scores = np.rint((FIRST_SCORE + np.log2(steady)) * queue.SCORE_UNIT).clip(0).astype(np.int32)
         used = np.flatnonzero(uses_per_batch)
         self._slot_of_row[used] = kernels.GHOST - scores[used]
         count = min(self.slots, len(used))
@@ -251,19 +302,20 @@ class Directory:
         slots = np.arange(count, dtype=np.int32)
         self._slot_of_row[chosen] = slots
         self._row_of_slot[slots] = chosen
-        self._records[slots, kernels.SCORE] = scores[chosen]
-        self._cursors[kernels.FREE] -= count
+        self._records[slots, queue.SCORE] = scores[chosen]
+        self._refill_queue(slots)
+        self._cursors[queue.FREE] -= count
         return chosen
 
-    def _score_of_use(self, number: int) -> int:
-        """The score of a single use by batch ``number``."""
+    def _set_use(self, number: int) -> None:
+        """Sets what a single use by batch ``number`` scores."""
         if self._half_life is None:  # no batch has had rows yet: no row gets this score
-            return FIRST_SCORE * kernels.SCORE_UNIT
-        score = round((FIRST_SCORE + number / self._half_life) * kernels.SCORE_UNIT) - self._rebased
-        if score > HIGHEST_SCORE:
-            shift = score - FIRST_SCORE * kernels.SCORE_UNIT
+            return
+        self._use = round((FIRST_SCORE + number / self._half_life) * queue.SCORE_UNIT) - self._rebased
+        if self._use > HIGHEST_SCORE:
+            queued = self._queued_slots()
+            shift = (self._use // queue.SCORE_UNIT - FIRST_SCORE) * queue.SCORE_UNIT  # whole buckets
             kernels.rebase_scores(shift, self._slot_of_row, self._records)
-            self._cursors[kernels.VICTIM : kernels.RECENT_END + 1] = 0
             self._rebased += shift
-            score -= shift
-        return score
+            self._use -= shift
+            self._refill_queue(queued)

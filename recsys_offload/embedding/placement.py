@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from recsys_offload.embedding.config import CacheSettings, EmbeddingSettings, Placement
+from recsys_offload.embedding.config import CacheSettings, EmbeddingSettings, Placement, slots_for
 from recsys_offload.embedding.optimizers import state_columns
 from recsys_offload.embedding.store import FLOAT_BYTES
 
@@ -54,6 +54,35 @@ def choose_placements(
     return placements
 
 
+def fit_cache(
+    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
+    settings: EmbeddingSettings,
+    placements: Mapping[str, Placement],
+    device: torch.device,
+) -> CacheSettings:
+    """The settings of the cache, its size cut where tables placed by ``auto`` would exceed ``device_memory`` with it.
+
+    Args:
+        configs: of all tables.
+        settings: that the placements have been chosen by.
+        placements: table -> placement, as ``choose_placements`` says.
+        device: that has the cache.
+    """
+    automatic = [config for config in configs if settings.placements.get(config.name, settings.placement) == "auto"]
+    cached = [config for config in automatic if placements[config.name] == "cached"]
+    if not cached:
+        return settings.cache
+    resident = [config for config in automatic if placements[config.name] == "device"]
+    left = _budget(settings, device) - sum(_table_bytes(config, settings) for config in resident)
+    sharing = [
+        config for config in configs if placements[config.name] == "cached" and config.name not in settings.cache.sizes
+    ]
+    rows = sum(config.num_embeddings for config in sharing)
+    asked = slots_for(settings.cache.size, rows, sum(_table_bytes(config, settings) for config in sharing) // rows)
+    room = int(rows * left / sum(_table_bytes(config, settings) for config in cached))
+    return settings.cache if asked <= room else settings.cache.model_copy(update={"size": max(1, room)})
+
+
 def check_placements(names: Sequence[str], placements: Mapping[str, Placement], cache: CacheSettings) -> None:
     """Checks what is said about tables against what tables there are.
 
@@ -87,6 +116,12 @@ def _budget(settings: EmbeddingSettings, device: torch.device) -> int:
     return int(free * FREE_MEMORY_SHARE)
 
 
+def _table_bytes(config: EmbeddingBagConfig | EmbeddingConfig, settings: EmbeddingSettings) -> int:
+    """Of a table and its optimizer state."""
+    state = state_columns(settings.optimizer.name, config.embedding_dim)
+    return config.num_embeddings * (config.embedding_dim + sum(state.values())) * FLOAT_BYTES
+
+
 def _place(
     configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
     settings: EmbeddingSettings,
@@ -95,10 +130,7 @@ def _place(
 ) -> dict[str, Placement]:
     if budget == 0:
         return {config.name: "host" for config in configs}
-    sizes = {}
-    for config in configs:
-        width = config.embedding_dim + sum(state_columns(settings.optimizer.name, config.embedding_dim).values())
-        sizes[config.name] = config.num_embeddings * width * FLOAT_BYTES
+    sizes = {config.name: _table_bytes(config, settings) for config in configs}
     placements: dict[str, Placement] = {}
     resident = 0
     limit = budget if sum(sizes.values()) <= budget else budget * RESIDENT_SHARE
@@ -125,6 +157,6 @@ def _cache_moves_less(
     A row that is not cached goes to the device and back with its state; a looked-up vector goes there, and its
     gradient back. There are at least as many vectors as distinct rows.
     """
-    kept = int(share * len(uses))
-    missed = float(uses.sum() - np.partition(uses, len(uses) - kept)[len(uses) - kept :].sum())
+    rare = len(uses) - int(share * len(uses))
+    missed = float(np.partition(uses, rare - 1)[:rare].sum())
     return missed * row_bytes <= float(uses.sum()) * config.embedding_dim * FLOAT_BYTES

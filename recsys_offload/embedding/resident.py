@@ -51,6 +51,7 @@ class ResidentDirectory:
 
     def forget(self) -> np.ndarray:
         """As ``Directory.forget``; all rows are to be fetched."""
+        self._last_use.fill(-1)
         return np.arange(self.slots)
 
     def grow(self, slots: int) -> None:

@@ -252,5 +252,15 @@ class DeviceRuntime(Runtime):
 
 
 def runtime_for(device: torch.device) -> Runtime:
-    """The runtime of a device."""
-    return HostRuntime() if device.type == "cpu" else DeviceRuntime(device)
+    """The runtime of a device.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    if device.type == "cpu":
+        return HostRuntime()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:
+        there = "no accelerator" if accelerator is None else f"only {accelerator.type}"
+        raise ValueError(f"device {device}: PyTorch finds {there} here; take cpu, or a PyTorch built for {device.type}")
+    return DeviceRuntime(device)

@@ -26,10 +26,10 @@ def count_uses(
     for batch in batches:
         count += 1
         for config in configs:
-            for feature in config.feature_names:
-                rows = np.unique(batch[feature].values().cpu().numpy())
-                rows = rows[np.searchsorted(rows, 0) : np.searchsorted(rows, config.num_embeddings)]
-                uses[config.name][rows] += 1
+            ids = [batch[feature].values().cpu().numpy() for feature in config.feature_names]
+            rows = np.unique(np.concatenate(ids))
+            rows = rows[np.searchsorted(rows, 0) : np.searchsorted(rows, config.num_embeddings)]
+            uses[config.name][rows] += 1
     for table in uses.values():
         table /= max(1, count)
     return uses

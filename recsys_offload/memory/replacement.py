@@ -37,13 +37,14 @@ def directory_hits(trace: Trace, slots: int, depth: int) -> int:
     known in the end, but the last of them is planned only when others have been admitted without knowing it.
     """
     directory = Directory(trace.row_count, slots)
+    batches = [trace.batch(number) for number in range(len(trace))]
     hits, admitted = 0, 0
 
     def admit_next(training: int) -> None:
         """While batch ``training`` holds its slots, or takes them."""
         nonlocal hits, admitted
-        rows = trace.batch(admitted)
-        coming = [(later, trace.batch(later)) for later in range(admitted + 1, min(training + depth, len(trace)))]
+        rows = batches[admitted]
+        coming = [(later, batches[later]) for later in range(admitted + 1, min(training + depth, len(trace)))]
         admission = directory.admit(rows, admitted, training, coming)
         assert isinstance(admission, Admission)
         hits += len(rows) - len(admission.fetch)
@@ -53,7 +54,7 @@ def directory_hits(trace: Trace, slots: int, depth: int) -> int:
         if admitted == training:
             admit_next(training)
         while depth > 0 and admitted < min(training + depth + 1, len(trace)):
-            ahead, rows = admitted - training, len(trace.batch(admitted))
+            ahead, rows = admitted - training, len(batches[admitted])
             if ahead > most_batches_ahead(depth) or not fits_ahead(ahead, directory.held(training), rows, slots):
                 break
             admit_next(training)

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from recsys_offload.data import DataSettings
 from recsys_offload.embedding import EmbeddingSettings, HostEmbeddingBagCollection
-from recsys_offload.embedding.placement import choose_placements
+from recsys_offload.embedding.placement import choose_placements, fit_cache
 from recsys_offload.models.config import ModelSettings
 from recsys_offload.models.sparse_arch import DirectSparseArch
 
@@ -67,8 +67,7 @@ def build_model(
         embedding: how the tables are trained.
         seed: of all initial values.
         device: of the dense part.
-        uses: how often the rows are used, where that is known (``count_uses``): it helps to choose placements, and a
-            warm start begins with the most frequent rows cached.
+        uses: how often the rows are used, where that is known (``count_uses``): it helps to choose placements.
 
     Raises:
         ValueError: the model cannot be built from these settings.
@@ -76,6 +75,7 @@ def build_model(
     if not data.sparse:
         raise ValueError("data.sparse names no feature: the models need at least one embedding table")
     tables = table_configs(data, settings.embedding_dim)
+    placements = choose_placements(tables, embedding, device, uses)
     collection = HostEmbeddingBagCollection(
         tables,
         is_weighted=any(feature.weights is not None for feature in data.sparse.values()),
@@ -86,11 +86,9 @@ def build_model(
         threads=embedding.threads,
         memory_limit=embedding.memory_limit,
         device=device,
-        placements=choose_placements(tables, embedding, device, uses),
-        cache=embedding.cache,
+        placements=placements,
+        cache=fit_cache(tables, embedding, placements, device),
     )
-    if uses is not None and embedding.cache.warm_start:
-        collection.warm(uses)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return _dense_part(settings, collection, len(data.dense)).to(device)
