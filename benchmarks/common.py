@@ -67,7 +67,10 @@ def machine() -> dict[str, Any]:
 
 def _commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
+    except FileNotFoundError:  # no git here
+        return None
     return result.stdout.strip() or None
 
 

@@ -32,6 +32,7 @@ class CacheReport:
         self._folder = folder
         self._trace_steps = trace_steps
         self._steps = 0
+        self._tracing = False
         self._logged = CacheCounts()
         self._shown = CacheCounts()
 
@@ -57,11 +58,19 @@ class CacheReport:
         counts = self._prefetcher.counts()
         recent, self._logged = counts.since(self._logged), counts
         depths = self._prefetcher.queue_depths()
-        caches = [collection.cache for collection in self._collections if collection.cache is not None]
+        caches = [
+            group
+            for collection in self._collections
+            if collection.cache is not None
+            for group in collection.cache.groups
+            if group.group.placement == "cached"
+        ]
         return {
             **{f"cache_{name}": value for name, value in recent.values().items()},
-            "cache_slots": sum(cache.slot_count for cache in caches),
-            "cache_slots_held": sum(cache.slots_held() for cache in caches),
+            "cache_slots": sum(group.directory.slots for group in caches),
+            "cache_slots_held": sum(
+                collection.cache.slots_held() for collection in self._collections if collection.cache is not None
+            ),
             "queue_planned": depths["planned"],
             "queue_ready": depths["ready"],
         }
@@ -83,14 +92,17 @@ class CacheReport:
             self.write_trace()
 
     def write_trace(self) -> None:
-        """Writes what was traced so far as ``timeline.json`` and ``timeline.png``, and ends the trace."""
+        """Ends the trace, if there is one, and writes it as ``timeline.json`` and ``timeline.png``."""
+        if not self._tracing:
+            return
+        self._set_tracing(False)
         spans = [span for collection in self._collections for span in collection.statistics.spans()]
         if spans:
             spans.sort(key=lambda span: span.start)
             write_chrome_trace(spans, self._folder / "timeline.json")
             draw_timeline(spans, self._folder / "timeline.png")
-        self._set_tracing(False)
 
     def _set_tracing(self, tracing: bool) -> None:
+        self._tracing = tracing
         for collection in self._collections:
             collection.statistics.tracing = tracing

@@ -73,6 +73,23 @@ def _counts(groups: Sequence[TableGroup], settings: CacheSettings, size: int | s
     return counts
 
 
+def _limits(groups: Sequence[TableGroup], settings: CacheSettings, counts: Sequence[int]) -> list[int]:
+    """The most slots that each group may grow to; of a table with a cache of its own, the limit is its own, too.
+
+    Raises:
+        ValueError: the limit of the common cache is less than its size.
+    """
+    if settings.limit is None:
+        return [group.row_count for group in groups]
+    limits = _counts(groups, settings, settings.limit)
+    for index, (group, count) in enumerate(zip(groups, counts, strict=True)):
+        if next(iter(group.tables)) in settings.sizes:
+            limits[index] = max(count, slots_for(settings.limit, group.row_count, group.row_bytes))
+        elif limits[index] < count:
+            raise ValueError(f"cache.limit {settings.limit} is less than the cache's size {settings.size}")
+    return limits
+
+
 def _kernels_name(settings: CacheSettings, device: torch.device) -> str:
     """What computes over the slots, with ``auto`` decided: ``host`` on a CPU."""
     if settings.kernels != "auto":
@@ -169,11 +186,7 @@ def build_cache(
     runtime = runtime_for(lookup.device)
     kernels = _kernels_name(settings, lookup.device)
     counts = _counts(groups, settings, settings.size)
-    limits = [group.row_count for group in groups]
-    if settings.limit is not None:
-        limits = _counts(groups, settings, settings.limit)
-        if any(limit < count for limit, count in zip(limits, counts, strict=True)):
-            raise ValueError(f"cache.limit {settings.limit} is less than the cache's size {settings.size}")
+    limits = _limits(groups, settings, counts)
     caches = [
         GroupCache(
             group,

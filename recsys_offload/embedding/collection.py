@@ -135,6 +135,7 @@ class HostCollection(nn.Module):
         self.optimizer = InBackwardOptimizer(optimizer, self._anchor)
         self._features: dict[tuple[str, ...], list[GroupFeatures]] = {}
         self._output_memory = ReusedMemory(np.float32, OUTPUTS_KEPT)
+        self._waits: deque[tuple[Event, Event]] = deque()
         self._planning = threading.Lock()
         self._planned: dict[int, deque[Request]] = {}
         self._compile_notices = CompileNotices()
@@ -293,11 +294,19 @@ class HostCollection(nn.Module):
         assert request.ticket is not None
         if self.cache is None or request.ticket.arrival is None:
             return
-        start = time.perf_counter()
-        request.ticket.arrival.before(self.cache.runtime.compute)
-        end = time.perf_counter()
-        self.statistics.add(stalled_seconds=end - start)
-        self.statistics.span("training", "wait for rows", start, end)
+        compute = self.cache.runtime.compute
+        start = compute.record()
+        request.ticket.arrival.before(compute)
+        self._waits.append((start, compute.record()))
+        self._note_waits()
+
+    def _note_waits(self) -> None:
+        """Counts the waits that are over; on a device it is the stream that waits, not this thread."""
+        while self._waits and self._waits[0][1].done():
+            start, end = self._waits.popleft()
+            begun, seconds = start.time(), end.since(start)
+            self.statistics.add(stalled_seconds=seconds)
+            self.statistics.span("training", "wait for rows", begun, begun + seconds)
 
     def _read(self, request: Request) -> list[Tensor]:
         with self._computing("lookup"):
@@ -364,6 +373,7 @@ class HostCollection(nn.Module):
         """
         if self.cache is not None:
             self.cache.flush()
+        self._note_waits()
 
     def warm(self, uses: Mapping[str, np.ndarray]) -> None:
         """Fills the cache with the rows that are used most, before training begins.

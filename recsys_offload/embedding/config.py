@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from recsys_offload.settings import ByteSize, LearningRate, Rate, Settings
 
@@ -33,25 +34,29 @@ def slots_for(size: int | str, rows: int, row_bytes: int) -> int:
     if isinstance(size, int):
         slots = size
     elif share := _SHARE.fullmatch(size):
-        slots = math.ceil(rows * float(share[1]) / 100)
+        slots = math.ceil(rows * Fraction(share[1]) / 100)
     else:
         slots = TypeAdapter(ByteSize).validate_python(size) // row_bytes
     return min(max(slots, 1), rows)
 
 
-def _check_cache_size(size: int | str) -> int | str:
+def _check_cache_size(size: Any) -> Any:
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ValueError(f"give rows (100000), a share of the rows (10%) or bytes (2GiB), not {size!r}")
     try:
         slots_for(size, 1, 1)
     except ValidationError as error:
         raise ValueError(f"give rows (100000), a share of the rows (10%) or bytes (2GiB), not {size!r}") from error
     if isinstance(size, int) and size < 1:
         raise ValueError(f"a cache needs at least 1 row, not {size}")
+    if isinstance(size, str) and not _SHARE.fullmatch(size) and TypeAdapter(ByteSize).validate_python(size) == 0:
+        raise ValueError(f"a cache needs at least the bytes of 1 row, not {size}")
     if isinstance(size, str) and (share := _SHARE.fullmatch(size)) and not 0 < float(share[1]) <= 100:
         raise ValueError(f"a share of the rows is more than 0% and at most 100%, not {size}")
     return size
 
 
-CacheSize = Annotated[int | str, AfterValidator(_check_cache_size)]
+CacheSize = Annotated[int | str, BeforeValidator(_check_cache_size)]
 """Rows, a share of the rows as ``10%``, or bytes as ``2GiB``."""
 
 

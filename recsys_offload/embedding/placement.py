@@ -26,8 +26,9 @@ def choose_placements(
 ) -> dict[str, Placement]:
     """The placement of every table: what the settings say, with ``auto`` decided.
 
-    With ``auto``, small tables are resident, because nearly all of their rows are in every batch; the others share
-    what is left as a cache, but for those where that would move more bytes than looking up on the host. Where there
+    With ``auto``, a table with a cache size of its own is cached. Of the others, small tables are resident, because
+    nearly all of their rows are in every batch; the rest shares what is left as a cache, but for those tables where
+    that would move more bytes than looking up on the host. Where there
     is no device memory to fill (a CPU, and no ``device_memory``), tables stay on the host.
 
     Args:
@@ -47,6 +48,9 @@ def choose_placements(
         if name not in names:
             raise ValueError(f"embedding.placements names a table {name!r} that does not exist; there are {names}")
     placements = {name: settings.placements.get(name, settings.placement) for name in names}
+    for name in settings.cache.sizes:  # who gives it a cache wants it cached
+        if placements.get(name) == "auto":
+            placements[name] = "cached"
     automatic = [config for config in configs if placements[config.name] == "auto"]
     if automatic:
         budget = _budget(settings, device)

@@ -30,6 +30,10 @@ class Event(ABC):
     def time(self) -> float:
         """When that was, once it is ``done``: seconds, as ``time.perf_counter`` counts them."""
 
+    def since(self, earlier: Event) -> float:
+        """Seconds from ``earlier``, an event of the same runtime, once both are ``done``."""
+        return self.time() - earlier.time()
+
 
 class Stream(ABC):
     """Work that runs in the order it was given."""
@@ -208,6 +212,11 @@ class _DeviceEvent(Event):
 
     def time(self) -> float:
         return self._clock.time + self._clock.event.elapsed_time(self.event) / 1e3
+
+    def since(self, earlier: Event) -> float:
+        """As ``Event.since``; not from times, whose resolution falls as a run goes on."""
+        assert isinstance(earlier, _DeviceEvent)
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 class _DeviceStream(Stream):

@@ -86,7 +86,8 @@ class Transfer(ABC):
         self._running.append((name, start, stream.record()))
         while self._running and self._running[0][2].done():
             name, start, end = self._running.popleft()
-            self._statistics.moved(name, start.time(), end.time())
+            begun = start.time()
+            self._statistics.moved(name, begun, begun + end.since(start))
 
 
 class StreamArrival(Arrival):

@@ -21,6 +21,12 @@ BUFFERS = 2
 HEADROOM = 1.25
 
 
+def _upload(indices: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int64 ``[n]`` on the device, without waiting for it: what is not pinned would be copied at once."""
+    on_host = torch.from_numpy(indices.astype(np.int64))
+    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+
+
 class _Ring:
     """Pinned buffers that are used in turn; one is used again when the copy that read or wrote it is done."""
 
@@ -106,11 +112,10 @@ class StagedTransfer(Transfer):
 
     def _begin_write_back(self, move: Move[TensorSlots]) -> None:
         buffer = self._return_ring.take(len(move.write_back_rows), move.slots.width)
-        slots = torch.from_numpy(move.write_back_slots.astype(np.int64))
         records: list[torch.Tensor] = []
 
         def read() -> None:
-            records.append(move.slots.read(slots.to(self._device)))
+            records.append(move.slots.read(_upload(move.write_back_slots, self._device)))
 
         def copy() -> None:
             torch.from_numpy(buffer).copy_(records.pop(), non_blocking=True)
@@ -135,11 +140,10 @@ class StagedTransfer(Transfer):
         count = len(move.fetch_rows)
         buffer = self._fetch_ring.take(count, move.slots.width)
         copy_rows(move.host, move.fetch_rows, buffer, np.arange(count), move.slots.width)
-        slots = torch.from_numpy(move.fetch_slots.astype(np.int64))
 
         def copy() -> None:
             records = torch.from_numpy(buffer).to(self._device, non_blocking=True)
-            move.slots.write(slots.to(self._device), records)
+            move.slots.write(_upload(move.fetch_slots, self._device), records)
 
         self._run(self._fetching, "fetch", copy)
         self._fetch_ring.guard(self._fetching.record())
@@ -170,12 +174,9 @@ class ZeroCopyTransfer(OneStreamTransfer[DeviceSlots]):
         self._kernels = kernels
 
     def _write_back(self, move: Move[DeviceSlots]) -> None:
-        rows, slots = self._on_device(move.write_back_rows), self._on_device(move.write_back_slots)
+        rows, slots = _upload(move.write_back_rows, self._device), _upload(move.write_back_slots, self._device)
         self._kernels.write_back_rows(torch.from_numpy(move.host), rows, move.slots.rows, slots)
 
     def _fetch(self, move: Move[DeviceSlots]) -> None:
-        rows, slots = self._on_device(move.fetch_rows), self._on_device(move.fetch_slots)
+        rows, slots = _upload(move.fetch_rows, self._device), _upload(move.fetch_slots, self._device)
         self._kernels.fetch_rows(torch.from_numpy(move.host), rows, move.slots.rows, slots)
-
-    def _on_device(self, indices: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(indices.astype(np.int64)).to(self._device)

@@ -208,6 +208,13 @@ def test_a_limit_below_the_size_is_refused(size: int | str, limit: int | str) ->
         pass
 
 
+def test_a_table_with_a_cache_of_its_own_has_a_limit_of_its_own() -> None:
+    tables = [Table("a", 100), Table("b", 200)]
+    for limit, most in [(30, 30), ("25%", 50), (5, 20)]:  # at least its size
+        with built(tables, CacheSettings(size=5, sizes={"b": 20}, limit=limit)) as cache:
+            assert counts_of(cache)["b"] == (20, most)
+
+
 def test_slots_that_do_not_fit_in_memory_are_refused() -> None:
     group = TableGroup(4, "cached", {})
     group.add("huge", 2**45)

@@ -22,6 +22,7 @@ from recsys_offload.embedding.config import CacheSettings, EmbeddingSettings, Sp
         (0, 100, 8, 1),
         ("10%", 100, 8, 10),
         ("10%", 101, 8, 11),
+        ("0.07%", 10_000, 8, 7),
         ("10%", 9, 8, 1),
         ("0.001%", 9, 8, 1),
         ("12.5%", 16, 8, 2),
@@ -186,3 +187,9 @@ def test_an_optimizer_that_cannot_be_is_refused(given_settings: dict[str, Any]) 
 def test_an_optimizer_may_stand_still() -> None:
     settings = SparseOptimizerSettings(learning_rate=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0)
     assert (settings.name, settings.learning_rate, settings.beta1) == ("rowwise_adagrad", 0.0, 0.0)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "0B", "0 GiB", "0%"])
+def test_a_cache_of_nothing_is_refused(size: int | str) -> None:
+    with pytest.raises(ValidationError, match="size"):
+        CacheSettings(size=size)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from recsys_offload.embedding.config import CacheSettings, EmbeddingSettings, Placement, SparseOptimizerSettings
-from recsys_offload.embedding.placement import check_placements, choose_placements
+from recsys_offload.embedding.placement import check_placements, choose_placements, fit_cache
 
 CPU = torch.device("cpu")
 FLOAT_BYTES = 4
@@ -165,3 +165,26 @@ def test_placements_that_cannot_be_are_refused() -> None:
         check_placements(names, {"a": "host", "b": "auto"}, CacheSettings())
     with pytest.raises(ValueError, match="table 'b': placement must be device, cached or host, not 'disk'"):
         check_placements(names, {"b": "disk"}, CacheSettings())  # type: ignore[dict-item]
+
+
+def test_a_table_with_a_cache_size_of_its_own_is_cached() -> None:
+    settings = automatic(device_memory=10**6, cache=CacheSettings(sizes={"a": "20%"}))
+    assert choose_placements(tables(a=10, b=10), settings, CPU) == {"a": "cached", "b": "device"}
+    on_cpu = automatic(cache=CacheSettings(sizes={"a": "20%"}))
+    assert choose_placements(tables(a=10, b=10), on_cpu, CPU) == {"a": "cached", "b": "host"}
+
+
+@pytest.mark.parametrize(("size", "slots"), [("10%", "10%"), ("50%", "50%"), ("51%", 50), (49, 49), (99, 50)])
+def test_the_cache_of_tables_placed_by_auto_is_what_is_left_of_the_memory_at_most(
+    size: int | str, slots: int | str
+) -> None:
+    settings = automatic(device_memory=70 * row_bytes(), cache=CacheSettings(size=size))
+    placements = choose_placements(tables(small=20, large=100), settings, CPU)
+    assert placements == {"small": "device", "large": "cached"}
+    assert fit_cache(tables(small=20, large=100), settings, placements, CPU).size == slots
+
+
+def test_a_cache_that_the_user_asks_for_is_as_large_as_asked() -> None:
+    settings = EmbeddingSettings(placement="cached", device_memory=1, cache=CacheSettings(size="90%"))
+    placements = choose_placements(tables(a=10), settings, CPU)
+    assert fit_cache(tables(a=10), settings, placements, CPU) == settings.cache
