@@ -93,7 +93,7 @@ def test_sizes_out_of_range_are_refused_by_their_value(field: str) -> None:
     for share in ("0%", "0.0 %", "100.5%", "1000%"):
         refused(share, f"a share of the rows is more than 0% and at most 100%, not {share}")
     for other in (2.5, [1], {"rows": 5}):
-        refused(other, "valid integer")
+        refused(other, r"give rows \(100000\), a share of the rows")
 
 
 def test_the_cache_has_defaults_and_takes_only_what_it_knows() -> None:
@@ -104,7 +104,7 @@ def test_the_cache_has_defaults_and_takes_only_what_it_knows() -> None:
         ({"transfer": "copy"}, "'auto', 'staging' or 'zero_copy'"),
         ({"kernels": "cuda"}, "'auto', 'triton', 'torch' or 'fbgemm'"),
         ({"slots": 5}, "slots\n.*Extra inputs are not permitted"),
-        ({"size": None}, "valid integer"),
+        ({"size": None}, r"give rows \(100000\), a share of the rows"),
         ({"warm_start": "perhaps"}, "valid boolean"),
     ]
     for given_settings, message in wrong:
