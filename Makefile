@@ -25,3 +25,6 @@ bench: setup
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/data_loading.py
 	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/cached.py
+	$(BIN)/python benchmarks/soak.py
