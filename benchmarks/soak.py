@@ -81,6 +81,13 @@ def footprint() -> dict[str, Any]:
     }
 
 
+def footprint_at_rest(collection: HostEmbeddingBagCollection) -> dict[str, Any]:
+    """What the process holds when the lanes have done all they were given: how far they are is chance otherwise."""
+    collection.flush()
+    collection.statistics.counts()
+    return footprint()
+
+
 def growth(early: dict[str, Any], late: dict[str, Any]) -> list[str]:
     """What there is more of at the end, in words; empty where all is well."""
     more = []
@@ -120,12 +127,11 @@ def soak(cache: CacheSettings, batches: int) -> dict[str, Any]:
         with torch.no_grad():
             collection(evaluation)
         if early is None and done >= batches // 4:
-            early = footprint()
+            early = footprint_at_rest(collection)
     assert early is not None
     seconds = time.perf_counter() - start
-    late = footprint()
+    late = footprint_at_rest(collection)
     counts = collection.statistics.counts()
-    collection.flush()
     return {
         "batches": done,
         "loops": epochs,

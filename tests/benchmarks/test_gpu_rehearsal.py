@@ -29,7 +29,8 @@ CPU = torch.device("cpu")
 
 
 def results_now() -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in RESULTS.iterdir()}
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_the_rehearsal_runs_every_part_and_writes_no_results(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from recsys_offload.data import Batch, DataSettings, Encoding, ParquetBatches
@@ -97,7 +97,7 @@ def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, Any]]:
     return table, content
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(
     data=tables(),
     row_group_rows=st.integers(1, 20),
@@ -220,7 +220,7 @@ def test_any_position_can_be_restored(tmp_path: Path, buffer_rows: int, split: b
         assert_equal(list(resumed), epochs[1])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(data=tables(), draw=st.data())
 def test_the_exact_rest_of_an_epoch_follows_a_position(
     tmp_path_factory: pytest.TempPathFactory, data: tuple[pa.Table, dict[str, Any]], draw: st.DataObject

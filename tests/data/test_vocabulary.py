@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_offload.data import vocabulary as vocabulary_module
@@ -17,7 +17,6 @@ WORDS = st.lists(st.text(max_size=4), max_size=40)
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9), max_size=40)
 
 
-@settings(deadline=None)
 @given(st.tuples(WORDS, WORDS) | st.tuples(NUMBERS, NUMBERS), st.booleans())
 def test_rows_are_places_in_the_vocabulary(lists: tuple[list[Any], list[Any]], encoded: bool) -> None:
     known, values = list(dict.fromkeys(lists[0])), lists[0][::2] + lists[1]

@@ -50,7 +50,7 @@ def delayed(monkeypatch: pytest.MonkeyPatch, seed: int, longest: float = 0.002) 
     slow(HostEmbeddingBagCollection, "plan")
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_training_through_the_cache_equals_resident_tables(data: st.DataObject) -> None:
     draw = data.draw

@@ -198,7 +198,7 @@ def scripts(draw: st.DrawFn) -> tuple[Checked, list[Step]]:
     return Checked(rows, slots, threads), draw(st.lists(step, min_size=1, max_size=25), "steps")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(scripts())
 def test_slots_are_given_held_and_written_back_as_dictionaries_say(script: tuple[Checked, list[Step]]) -> None:
     checked, steps = script
@@ -266,7 +266,7 @@ def replay(trace: tuple[int, int, Batches, int, int]) -> Iterator[tuple[Checked,
         yield checked, coming
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(traces())
 def test_a_row_that_is_coming_stays_while_another_can_go(trace: tuple[int, int, Batches, int, int]) -> None:
     for checked, coming in replay(trace):
@@ -275,7 +275,7 @@ def test_a_row_that_is_coming_stays_while_another_can_go(trace: tuple[int, int, 
             assert all(next_use(row, coming) <= next_use(victim, coming) for row in checked.kept)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(traces())
 def test_the_least_used_row_goes_first(trace: tuple[int, int, Batches, int, int]) -> None:
     for checked, coming in replay(trace):
@@ -473,7 +473,7 @@ def admissions_of(directory: Directory, trace: list[tuple[int, np.ndarray]]) -> 
     return answers
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1))
 def test_lowering_all_scores_together_changes_no_order(seed: int) -> None:
     """Between two batches there is up to a half-life."""
@@ -611,7 +611,7 @@ def test_a_directory_that_has_forgotten_writes_nothing_back() -> None:
     assert admission.write_back_rows.size == 0 and admission.newest_use == -1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=30), st.integers(1, 20))
 def test_a_warm_start_places_the_rows_used_most(eighths: list[int], slots: int) -> None:
     uses = np.array(eighths, np.float32) / 8

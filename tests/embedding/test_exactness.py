@@ -38,7 +38,7 @@ def random_batch(
     return KeyedJaggedTensor(list(keys), flat, weights, lengths=torch.from_numpy(lengths))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     optimizer=st.sampled_from(OPTIMIZERS),

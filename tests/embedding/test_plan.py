@@ -26,7 +26,7 @@ def plan_batch(
     return make_plan(group, features, ids, True, "error", 0, threads), features, ids
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     table_rows=st.lists(st.integers(1, 50), min_size=1, max_size=4),

@@ -16,7 +16,7 @@ from tests.embedding.test_cache_exactness import delayed, evaluate
 from tests.embedding.test_exactness import OPTIMIZERS, random_batch
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_training_through_triton_slots_equals_resident_tables(data: st.DataObject) -> None:
     draw = data.draw

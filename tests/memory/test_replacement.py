@@ -125,7 +125,7 @@ def most_hits(trace: Trace, slots: int) -> int:
     return max(best.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=10), st.integers(3, 6))
 def test_no_choice_has_more_hits_than_belady(batches: list[set[int]], slots: int) -> None:
     trace = make_trace([np.array(sorted(rows)) for rows in batches], 6, ["rows"])

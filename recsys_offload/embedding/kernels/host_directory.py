@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from recsys_offload.embedding.kernels.numba_support import kernel, prefetch, prefetch_write
+from recsys_offload.embedding.kernels.numba_support import inlined, kernel, prefetch, prefetch_write
 from recsys_offload.embedding.kernels.victim_queue import (
     FETCHED,
     FIRST_PLANNED,
@@ -45,7 +45,7 @@ _TABLE_STEPS = 16  # per unit of log2
 _SUM_TABLE = np.rint(SCORE_UNIT * np.log2(1 + 2.0 ** -(np.arange(20 * _TABLE_STEPS) / _TABLE_STEPS))).astype(np.int32)
 
 
-@kernel
+@inlined
 def _add_use(score: int, use: int) -> int:
     """The score after one more use, whose own score is ``use``: log2 of the sum of two powers, from a table."""
     larger = max(score, use)

@@ -15,6 +15,8 @@ FLOATS_PER_LINE = 16
 # No GIL, so that threads overlap; cached on disk, so that a machine compiles once; IEEE division without a check for
 # zero; and no fast math, since the order and rounding of every operation is part of the contract.
 kernel = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy", boundscheck=False)
+# For small functions with array arguments that kernels call for every row: a call costs more than what they do.
+inlined = functools.partial(kernel, inline="always")
 
 
 def _emit_prefetch(builder: Any, address: Any, for_write: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from recsys_offload.embedding.kernels.numba_support import kernel, prefetch, prefetch_write
+from recsys_offload.embedding.kernels.numba_support import inlined, kernel, prefetch, prefetch_write
 
 # Columns of ``records``, int32 ``[S, 8]``, half a cache line per slot: the last batch that uses it, its row's score,
 # the last planned batch that will use it, the first one (known only while `mark_first_planned` says it), whether it is
@@ -78,12 +78,12 @@ def queued_slots(ends: Any, chunks: Any, cursors: Any, slots: Any) -> int:
     return count
 
 
-@kernel
+@inlined
 def _bucket(slot: int, records: Any, cursors: Any) -> int:
     return max(np.int64(records[slot, SCORE]) // BUCKET_WIDTH, cursors[TOP] - BUCKETS + 1)
 
 
-@kernel
+@inlined
 def _append(slot: int, bucket: int, ends: Any, chunks: Any, cursors: Any) -> None:
     """Puts a slot at the end of a bucket; there must be an unused chunk."""
     place = bucket % BUCKETS
@@ -142,7 +142,7 @@ def _skip_taken(place: int, ends: Any, chunks: Any) -> None:
     ends[place, POSITION] = FIRST_ENTRY
 
 
-@kernel
+@inlined
 def _take_first(
     bucket: int, slot_of_row: Any, row_of_slot: Any, records: Any, ends: Any, chunks: Any, cursors: Any
 ) -> int:
@@ -168,7 +168,7 @@ def _take_first(
     return slot
 
 
-@kernel
+@inlined
 def next_victim(
     number: int,
     oldest: int,
