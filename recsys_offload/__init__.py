@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from recsys_offload.data import Batch, DataSettings, Encoding, ParquetBatches
 from recsys_offload.embedding import (
+    CacheSettings,
     EmbeddingSettings,
     HostEmbeddingBagCollection,
     HostEmbeddingCollection,
@@ -22,6 +23,7 @@ from recsys_offload.models import ModelSettings, build_model
 
 __all__ = [
     "Batch",
+    "CacheSettings",
     "DataSettings",
     "EmbeddingSettings",
     "Encoding",

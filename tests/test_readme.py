@@ -32,10 +32,11 @@ def test_the_commands_run_in_their_order(tmp_path: Path) -> None:
     for name in ("configs", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     python = [command for command in COMMANDS if command.startswith(".venv/bin/python ")]
-    assert len(python) == 3
+    assert len(python) == 4
     for command in python:
         run([sys.executable, *shlex.split(command)[1:]], tmp_path)
     assert (tmp_path / "scores.parquet").stat().st_size > 100_000
+    assert (tmp_path / "runs" / "hit_rate" / "hit_rate.png").exists()
 
 
 def test_the_make_targets_exist() -> None:
@@ -46,3 +47,12 @@ def test_the_make_targets_exist() -> None:
         run(["make", "-n", target], ROOT)
     for script in re.findall(r"`(benchmarks/\w+\.py)`", text):
         assert (ROOT / script).exists()
+
+
+def test_the_settings_it_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow table of settings shortens their names
+    named = re.findall(r"`--(\w+\.\w+)", (ROOT / "README.md").read_text())
+    assert named
+    explained = run([sys.executable, "-m", "recsys_offload.train", "--help"], ROOT)
+    for name in named:
+        assert f"--{name} " in explained
