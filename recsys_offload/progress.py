@@ -19,7 +19,10 @@ _LIVE_SECONDS = 0.5
 
 
 class Throughput:
-    """Samples per second over the last seconds of training; time spent in ``paused`` does not count."""
+    """Samples per second over the last seconds of training; time spent in ``paused`` does not count.
+
+    Nor does the first step, in which kernels may be compiled.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -30,13 +33,19 @@ class Throughput:
         return self._clock() - self._paused
 
     def restart(self, step: int) -> None:
-        """Forget what was, and count from ``step`` on."""
+        """Forget what was, and count from the end of the step after ``step`` on."""
         self._marks.clear()
         self._marks.append((self._now(), step, 0))
+        self._counts = False
 
     def update(self, step: int, samples: int) -> None:
         """One more step, with so many samples, is done."""
         now = self._now()
+        if not self._counts:
+            self._marks.clear()
+            self._marks.append((now, step, 0))
+            self._counts = True
+            return
         self._marks.append((now, step, self._marks[-1][2] + samples))
         while len(self._marks) > 2 and now - self._marks[0][0] > _WINDOW_SECONDS:
             self._marks.popleft()
@@ -52,12 +61,12 @@ class Throughput:
 
     @property
     def samples_per_second(self) -> float:
-        """Over the window; 0 before the first step."""
+        """Over the window; 0 before the second step."""
         (start, _, before), (end, _, after) = self._marks[0], self._marks[-1]
         return (after - before) / (end - start) if end > start else 0.0
 
     def seconds_for(self, steps: int) -> float | None:
-        """The time that so many steps will take at the present rate; None before the first step."""
+        """The time that so many steps will take at the present rate; None before the second step."""
         (start, first, _), (end, last, _) = self._marks[0], self._marks[-1]
         return (end - start) / (last - first) * steps if last > first else None
 
@@ -119,7 +128,7 @@ class TrainingProgress:
         rate = self.throughput.samples_per_second
         left = self.throughput.seconds_for(max(0, self._total - step))
         return (
-            f"epoch {epoch}  step {step:,}/{self._total:,}  loss {loss:.4f}  {rate:,.0f} samples/s"
+            f"epoch {epoch}  step {step:,}/{self._total:,}  loss {loss:.4f}  {f'{rate:,.0f}' if rate else '?'} samples/s"
             f"  {'?' if left is None else format_duration(left)} left"
         )
 

@@ -45,13 +45,15 @@ def test_paused_time_does_not_count() -> None:
     now = [0.0]
     throughput = Throughput(clock=lambda: now[0])
     throughput.restart(0)
-    assert throughput.samples_per_second == 0.0 and throughput.seconds_for(4) is None
-    now[0] = 2.0
+    now[0] = 100.0  # the first step's kernels were compiled
     throughput.update(1, 10)
+    assert throughput.samples_per_second == 0.0 and throughput.seconds_for(4) is None
+    now[0] = 102.0
+    throughput.update(2, 10)
     with throughput.paused():
         now[0] = 1000.0
     now[0] += 2.0
-    throughput.update(2, 10)
+    throughput.update(3, 10)
     assert throughput.samples_per_second == 5.0
     assert throughput.seconds_for(4) == 8.0
 

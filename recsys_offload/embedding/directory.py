@@ -63,7 +63,8 @@ class Directory:
 
     Batches are admitted by one thread at a time, as a rule in the order of their numbers. A slot is held while a batch
     that uses it is unfinished. Of the others, the row to go is one that no coming batch needs, the least used first
-    (uses count less the older they are); only where all are needed, the one that is needed last.
+    (uses count less the older they are; scores within 1/64 of a factor of two count as the same, and then it is the one
+    that was queued first); only where all are needed, the one that is needed last.
 
     Memory: 4 bytes per row of the tables, 45 per slot. (The plan's own memory, ``TableGroup.last_number``, is another 4
     bytes per row.)
