@@ -128,8 +128,8 @@ class TrainingProgress:
         rate = self.throughput.samples_per_second
         left = self.throughput.seconds_for(max(0, self._total - step))
         return (
-            f"epoch {epoch}  step {step:,}/{self._total:,}  loss {loss:.4f}  {f'{rate:,.0f}' if rate else '?'} samples/s"
-            f"  {'?' if left is None else format_duration(left)} left"
+            f"epoch {epoch}  step {step:,}/{self._total:,}  loss {loss:.4f}"
+            f"  {f'{rate:,.0f}' if rate else '?'} samples/s  {'?' if left is None else format_duration(left)} left"
         )
 
     def __enter__(self) -> TrainingProgress:
